@@ -38,16 +38,16 @@ from lmmods.torch_engine.compat.torch import (
     INDEXING,
     READING,
     DispatchMode,
-    arithmetic,
+    count_flops,
     group,
-    group_of,
     has_values,
-    resizing,
+    process_group_ranks,
     simulate_processes,
     tensors_in,
+    watch_resizes,
     without_values,
 )
-from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
+from lmmods.torch_engine.compat.transformers import attention_name, can_change_attention
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
@@ -93,7 +93,7 @@ class Ledger(DispatchMode):
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Ledger":
-        self._hooks.enter_context(resizing(self._resize))
+        self._hooks.enter_context(watch_resizes(self._resize))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -158,12 +158,12 @@ class Ledger(DispatchMode):
             if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
                 self._kinds[number] = "logits"
         if made:
-            self.flops += arithmetic(func, args, kwargs, result)
+            self.flops += count_flops(func, args, kwargs, result)
         kind = COLLECTIVES.get(func.overloadpacket.__name__)
         if kind is not None:
             # Of a gather or scatter the larger tensor counts, which is the whole one.
             sizes = [tensor.nbytes for tensor in tensors_in(args)]
-            ranks = group_of(args)
+            ranks = process_group_ranks(args)
             # Larger than the group if its ranks are not neighbours, as in a dimension of a mesh.
             span = ranks[-1] + 1 - ranks[0]
             new = Traffic(1, sum(sizes) if kind == "all-reduce" else max(sizes), len(ranks),
@@ -470,7 +470,7 @@ def skip_masks_of_full_rows(model: nn.Module) -> None:
             return None
         return sdpa_mask(*args, attention_mask=attention_mask, **options)
 
-    name = attention_of(model)
+    name = attention_name(model)
     if AttentionMaskInterface().get(name) is sdpa_mask and can_change_attention(model):
         full_rows = f"{name}_full_rows"
         AttentionInterface.register(full_rows, AttentionInterface()[name])

@@ -112,8 +112,8 @@ def test_adapters_are_switched_off_without_ending_their_training():
         base[1].modules_to_save["default"].weight += 1
     wanted = base[1].original_module(base[0].base_layer(x))
     adapted_output = model(x)
-    with compat.adapters_off(model):
-        torch.testing.assert_close(model(x), wanted, msg=mend("peft", compat.adapters_off))
+    with compat.disable_adapters(model):
+        torch.testing.assert_close(model(x), wanted, msg=mend("peft", compat.disable_adapters))
         assert base[0].lora_A["default"].weight.requires_grad
     torch.testing.assert_close(model(x), adapted_output)
     assert not torch.allclose(adapted_output, wanted)
@@ -128,4 +128,4 @@ def test_a_tied_layer_that_trains_in_full_is_told_once_in_our_words(tmp_path, ca
     load_adapter(LlamaForCausalLM(config), tmp_path)
     assert not capsys.readouterr().out
     told = [str(warning.message) for warning in recwarn]
-    assert not [text for text in told if "tied layer" in text], mend("peft", compat.quiet_about_tying)
+    assert not [text for text in told if "tied layer" in text], mend("peft", compat.ignore_tying_warning)

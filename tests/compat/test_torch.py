@@ -52,10 +52,10 @@ def test_checkpointing_hides_what_autograd_saves():
 
 def test_a_model_stays_where_it_is():
     layer = nn.Linear(2, 2)
-    compat.never_move(layer)
+    compat.disable_moving(layer)
     for move in (lambda: layer.to("meta"), lambda: layer.double(), lambda: layer.to(torch.bfloat16)):
         assert move() is layer and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu", mend(
-            "torch", compat.never_move)
+            "torch", compat.disable_moving)
 
 
 def test_every_operation_is_seen():
@@ -70,7 +70,7 @@ def test_every_operation_is_seen():
         assert bool(x.sum() > 1)
         x[x > 0].sum().backward()
     assert compat.READING in names and sum(func in compat.INDEXING for func in names) == 2, mend(
-        "torch", compat.arithmetic)
+        "torch", compat.count_flops)
     names.clear()
     with Seen():
         layer = nn.Embedding(3, 2, padding_idx=0)
@@ -101,12 +101,12 @@ def test_tensors_without_values():
 
 def test_arithmetic_of_operations():
     aten, x = torch.ops.aten, torch.ones(2, 3, 4, 8)
-    assert compat.arithmetic(aten.mm.default, (x[0, 0], x[0, 0].t()), {}, torch.ones(4, 4)) == 2 * 4 * 4 * 8, mend(
-        "torch", compat.arithmetic)
+    assert compat.count_flops(aten.mm.default, (x[0, 0], x[0, 0].t()), {}, torch.ones(4, 4)) == 2 * 4 * 4 * 8, mend(
+        "torch", compat.count_flops)
     attend = aten._scaled_dot_product_flash_attention_for_cpu
-    assert compat.arithmetic(attend.default, (x, x, x), {}, attend(x, x, x)) == 4 * 2 * 3 * 4 * 4 * 8, mend(
-        "torch", compat.arithmetic)
-    assert compat.arithmetic(aten.add.Tensor, (x, x), {}, x) == 0
+    assert compat.count_flops(attend.default, (x, x, x), {}, attend(x, x, x)) == 4 * 2 * 3 * 4 * 4 * 8, mend(
+        "torch", compat.count_flops)
+    assert compat.count_flops(aten.add.Tensor, (x, x), {}, x) == 0
 
 
 def test_products_of_groups():
@@ -117,7 +117,7 @@ def test_products_of_groups():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **kwargs or {})
             if func is compat.GROUPED:
-                seen.append((compat.group(*args).shape, result.shape, compat.arithmetic(func, args, {}, result)))
+                seen.append((compat.group(*args).shape, result.shape, compat.count_flops(func, args, {}, result)))
             return result
 
     with Watch():
@@ -129,10 +129,10 @@ def test_products_of_groups():
 
 def test_resized_memory_is_told():
     seen, x = [], torch.ones(4)
-    with compat.resizing(lambda storage, size: seen.append((storage.nbytes(), size))):
+    with compat.watch_resizes(lambda storage, size: seen.append((storage.nbytes(), size))):
         x.untyped_storage().resize_(0)
     x.untyped_storage().resize_(16)
-    assert seen == [(16, 0)], mend("torch", compat.resizing)
+    assert seen == [(16, 0)], mend("torch", compat.watch_resizes)
 
 
 def test_processes_can_be_imagined():
@@ -145,14 +145,14 @@ def test_processes_can_be_imagined():
 
         class Watch(compat.DispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                seen.append(compat.group_of(args))
+                seen.append(compat.process_group_ranks(args))
                 return func(*args, **kwargs or {})
 
         with Watch():
             torch.distributed.all_reduce(x, group=groups[0])
             summed = torch.ops._c10d_functional.all_reduce(x, "sum", groups[1].group_name)
         torch.ops._c10d_functional.wait_tensor(summed)
-        assert seen == [[0, 2, 4, 6], [0, 1]], mend("torch", compat.group_of)
+        assert seen == [[0, 2, 4, 6], [0, 1]], mend("torch", compat.process_group_ranks)
     assert not torch.distributed.is_initialized()
 
 

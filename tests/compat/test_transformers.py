@@ -38,9 +38,9 @@ def llama():
 
 def test_the_attention_in_use(llama):
     llama.set_attn_implementation("sdpa")
-    assert compat.attention_of(llama) == "sdpa", mend("transformers", compat.attention_of)
+    assert compat.attention_name(llama) == "sdpa", mend("transformers", compat.attention_name)
     llama.set_attn_implementation("eager")
-    assert compat.attention_of(llama) == "eager", mend("transformers", compat.attention_of)
+    assert compat.attention_name(llama) == "eager", mend("transformers", compat.attention_name)
     assert compat.can_change_attention(llama) is True, mend("transformers", compat.can_change_attention)
 
 
@@ -64,13 +64,13 @@ def test_caches_of_rows_grow_in_room_of_their_own():
     assert not compat.has_separable_rows(ours), mend("transformers", compat.has_separable_rows)  # has no layers yet
     ours.layers, theirs.layers = [DynamicLayer(), DynamicSlidingWindowLayer(5)], [DynamicLayer()]
     assert compat.has_separable_rows(ours), mend("transformers", compat.has_separable_rows)
-    compat.leave_room(ours)
+    compat.preallocate_cache(ours)
     assert [type(layer) for layer in ours.layers] == [compat.PreallocatedLayer, DynamicSlidingWindowLayer]
     for rows, step in (([0, 1, 2], 7), ([2, 2, 0, 1], 1), ([1, 3], 80), ([0, 1], 3)):
         for cache in (ours, theirs):
             cache.reorder_cache(torch.tensor(rows))
         found, expected = (cache.update(*states[:, :len(rows), :, :step], 0) for cache in (ours, theirs))
-        assert all(map(torch.equal, found, expected)), mend("transformers", compat.leave_room)
+        assert all(map(torch.equal, found, expected)), mend("transformers", compat.preallocate_cache)
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
@@ -97,18 +97,18 @@ class Plain(PreTrainedModel):
 
 
 def test_models_are_made_without_first_weights():
-    with compat.without_first_weights():
+    with compat.skip_initial_weights():
         model = Plain(PreTrainedConfig())
-        assert not (model.first.weight == 7).any(), mend("transformers", compat.without_first_weights)
+        assert not (model.first.weight == 7).any(), mend("transformers", compat.skip_initial_weights)
     before = model.second.weight.clone()
     model.init_weights()
     assert (model.first.weight == 7).all() and torch.equal(model.second.weight, before), mend(
-        "transformers", compat.without_first_weights)
+        "transformers", compat.skip_initial_weights)
     assert (Plain(PreTrainedConfig()).first.weight == 7).all()
 
 
 def test_modules_are_entered_before_their_weights_are_drawn():
-    with compat.without_first_weights():
+    with compat.skip_initial_weights():
         model = Plain(PreTrainedConfig())
     seen = []
     with compat.before_each_module(lambda module: seen.append((module, bool((model.first.weight == 7).any())))):
@@ -120,14 +120,14 @@ def test_modules_are_entered_before_their_weights_are_drawn():
 def test_truncated_normals_of_models_are_drawn_at_one_place():
     config = ModernBertConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                               num_attention_heads=2, pad_token_id=0)
-    with compat.without_first_weights():
+    with compat.skip_initial_weights():
         model = ModernBertModel(config)
     embedding, drawn = model.embeddings.tok_embeddings.weight, {}
-    with compat.instead_of_truncated_normals(lambda tensor, *numbers: drawn.update({id(tensor): numbers})):
+    with compat.replace_truncated_normals(lambda tensor, *numbers: drawn.update({id(tensor): numbers})):
         model.layers[0].mlp.Wo.weight._is_hf_initialized = True
         model.init_weights()
     assert drawn[id(embedding)] == (0.0, 0.02, 2.0) and len(drawn) == 4, mend(
-        "transformers", compat.instead_of_truncated_normals)
+        "transformers", compat.replace_truncated_normals)
 
 
 def test_missing_weights_are_drawn_at_one_place(tmp_path):
@@ -141,10 +141,10 @@ def test_missing_weights_are_drawn_at_one_place(tmp_path):
         initialize()
         seen.append((model.first.weight.clone(), model.first.bias.clone()))
 
-    with compat.around_missing_weights(start):
+    with compat.wrap_missing_weights(start):
         Plain.from_pretrained(tmp_path)
     assert len(seen) == 1 and (seen[0][0] == 7).all() and (seen[0][1] == 2).all(), mend(
-        "transformers", compat.around_missing_weights)
+        "transformers", compat.wrap_missing_weights)
     Plain.from_pretrained(tmp_path)
     assert len(seen) == 1
 
@@ -180,8 +180,8 @@ def test_weights_that_are_not_read(llama, tmp_path):
         asked.append((type(value), tuple(value.shape)))
         return nn.Parameter(value.over_first(slice(None)).mul(2))
 
-    with compat.reading_parts(wait, lambda param: param, nullcontext):
+    with compat.defer_weights(wait, lambda param: param, nullcontext):
         found = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert asked and {kind for kind, _ in asked} == {LazyArray}, mend("transformers", compat.reading_parts)
+    assert asked and {kind for kind, _ in asked} == {LazyArray}, mend("transformers", compat.defer_weights)
     assert all(torch.equal(value, 2 * weights[name]) for name, value in found.state_dict().items())
     assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight, llama.lm_head.weight)

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmmods.core.initialization import Normal, Uniform, draw
 from lmmods.torch_engine.nn import initialization, sharding
-from lmmods.torch_engine.nn.initialization import FirstWeights, from_config
+from lmmods.torch_engine.nn.initialization import InitialWeights, from_config
 from lmmods.torch_engine.nn.stored import read_shards, waiting
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -96,7 +96,7 @@ class Odd(nn.Module):
 
 @pytest.fixture
 def odd() -> Odd:
-    with FirstWeights(0) as weights:
+    with InitialWeights(0) as weights:
         model = Odd()
         weights.start(model, lambda: None)
     return model
@@ -129,7 +129,7 @@ def test_a_part_is_drawn_once_the_rest_is_there(odd):
 def test_parts_of_a_known_parameter_have_the_values_of_the_whole():
     model = nn.Module()
     model.joined = nn.Parameter(torch.zeros(6, 4))
-    with FirstWeights(0) as weights:
+    with InitialWeights(0) as weights:
         def initialize() -> None:
             nn.init.normal_(model.joined[:2])
             nn.init.normal_(model.joined[:, 3])

@@ -66,7 +66,7 @@ def test_a_folder_without_some_of_the_base_is_refused(llama_folder, tmp_path):
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(UserError, match="lacks 1 weights of LlamaForCausalLM, among them model.layers.1.mlp.up_proj"):
+    with pytest.raises(UserError, match="lacks 1 weights of LlamaForCausalLM, for example model.layers.1.mlp.up_proj"):
         load(tmp_path / "model")
 
 

@@ -22,7 +22,7 @@ from lmmods.torch_engine.compat.torch import simulate_processes
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts
-from lmmods.torch_engine.nn.sharding import load_into, local, placed_like, shard
+from lmmods.torch_engine.nn.sharding import load_into, local, place_like, shard
 from lmmods.torch_engine.nn.stored import fill, read_shards, waiting
 from tests.forks import together
 
@@ -57,10 +57,10 @@ def test_rows_of_a_checkpoint(tmp_path, asked):
                                   src_data_rank=None)
         load_into(param, content["state_dict"]["w"])
         assert torch.equal(local(param), weight[:3])
-        average = placed_like(state["exp_avg"], param)
+        average = place_like(state["exp_avg"], param)
         assert torch.equal(local(average), weight[:3] + 1) and average.placements == param.placements
     assert asked == [12, 12]
-    assert torch.equal(placed_like(content["state_dict"]["w"], torch.zeros(7, 4)), weight)
+    assert torch.equal(place_like(content["state_dict"]["w"], torch.zeros(7, 4)), weight)
 
 
 def test_damage_that_another_process_has_found(tmp_path):

@@ -31,7 +31,7 @@ def test_limits_of_each_gpu(two_gpus, max_memory, limits):
 
 
 @pytest.mark.parametrize(("max_memory", "message"), [
-    ("20", "'20' is no size"), ({0: "lots"}, "'lots' is no size"), ({2: "20GiB"}, "device 2.*There are: 0, 1"),
+    ("20", "'20' is not a memory size"), ({0: "lots"}, "'lots' is not a memory size"), ({2: "20GiB"}, "device 2.*Use 0, 1"),
     ({"cpu": "20GiB"}, "device 'cpu'"), ({"disk": "20GiB"}, "device 'disk'"),
 ])
 def test_mistakes(two_gpus, max_memory, message):
@@ -40,7 +40,7 @@ def test_mistakes(two_gpus, max_memory, message):
 
 
 def test_a_limit_for_each_gpu_needs_one():
-    with pytest.raises(UserError, match="this machine has none"):
+    with pytest.raises(UserError, match="this machine has no GPU"):
         placement("20GiB")
 
 
@@ -61,7 +61,7 @@ def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_an_error(two_gpus, 
     moved = torch.nn.Sequential(model).to(torch.bfloat16)
     assert moved[0].model.norm.weight.dtype == torch.float32
     lay_out("300KB", "100KB")
-    with pytest.raises(UserError, match="not all of the model finds room"):
+    with pytest.raises(UserError, match="too little for the model"):
         keep_in_place(model, "")
 
 
@@ -86,11 +86,11 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model__init_args__max_memory": "20GiB"}, "this machine has none"),
-    ({"model__init_args__max_memory": {0: "20GiB"}}, "names the device 0, which does not train"),
-    ({"model__init_args__max_memory": {"cpu": "100KB"}}, "not all of the model finds room"),
+    ({"model__init_args__max_memory": "20GiB"}, "this machine has no GPU"),
+    ({"model__init_args__max_memory": {0: "20GiB"}}, "names the device 0, which cannot train"),
+    ({"model__init_args__max_memory": {"cpu": "100KB"}}, "too little for the model"),
     ({"model__init_args__max_memory": {"cpu": "100KB"}, "model__init_args__quantize": None},
-     "not all of the model finds room"),
+     "too little for the model"),
     ({"model__init_args__max_memory": {"cpu": "1GiB"}, "trainer__strategy": "ddp"}, "the GPUs of one process"),
     ({"model__init_args__max_memory": {"cpu": "1GiB"}, "engine": "jax"}, "which the JAX engine does not support"),
 ])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmmods.torch_engine.nn.sharding import FAMILIES, cut_matrices
+from lmmods.torch_engine.nn.sharding import FAMILIES, split_matrices
 from tests.forks import together
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
@@ -26,13 +26,13 @@ def agree(*families: str) -> None:
     for family in families:
         config = AutoConfig.for_model(family, **SIZES, **OF.get(family, {}), attn_implementation="sdpa")
         found = []
-        for is_cut in (False, True):
+        for is_sharded in (False, True):
             torch.manual_seed(0)
             network = AutoModelForCausalLM.from_config(config)
             for parameter in network.parameters():  # biases, too
                 torch.nn.init.normal_(parameter, std=0.2)
-            if is_cut:
-                cut_matrices(network, mesh)
+            if is_sharded:
+                split_matrices(network, mesh)
                 assert any(hasattr(parameter, "to_local") and parameter.to_local().numel() < parameter.numel()
                            for parameter in network.parameters())
             logits = network(input_ids=ids, use_cache=False).logits

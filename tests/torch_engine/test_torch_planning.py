@@ -59,7 +59,7 @@ def vocabulary(tokenizer_folder):
     return len(AutoTokenizer.from_pretrained(tokenizer_folder))
 
 
-def arithmetic(vocabulary):
+def count_flops(vocabulary):
     """Of a micro-batch: six products' worth for each weight; of attention two forward, five backward."""
     return 6 * (MATRICES + vocabulary * WIDTH) * ROWS * LENGTH + 14 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
 
@@ -72,7 +72,7 @@ def test_a_device_alone_by_hand(planner, vocabulary):
     assert found.memory["parameters"] == pytest.approx(params, abs=100)  # rope's frequencies
     assert found.memory["optimiser state"] == 2 * params + steps
     assert found.memory["gradients"] == 4 * vocabulary * WIDTH  # the forward pass ends with the head's
-    assert found.flops == arithmetic(vocabulary)
+    assert found.flops == count_flops(vocabulary)
     assert found.traffic == {} and found.num_tokens == ROWS * LENGTH and found.counted == found.source == "simulated"
     assert made.length.num_steps(ROWS, 1) == 12 * 2  # epochs
 
@@ -85,7 +85,7 @@ def test_experts_by_hand(planner, vocabulary):
     params = 4 * (outside + EXPERTS * each + router + 2 * vocabulary * WIDTH + NORMS)
     assert found.memory["parameters"] == pytest.approx(params, abs=100)
     load = LAYERS * EXPERTS  # of each token: two sums over tokens that tell how evenly experts are taken, a gradient
-    assert found.flops == arithmetic(vocabulary) + 6 * ((TAKEN - 1) * each + router + load) * ROWS * LENGTH
+    assert found.flops == count_flops(vocabulary) + 6 * ((TAKEN - 1) * each + router + load) * ROWS * LENGTH
     assert any(f"{TAKEN} of {EXPERTS} experts" in note for note in found.notes)
 
 
@@ -96,7 +96,7 @@ def test_micro_batches_add_up_and_checkpointing_computes_blocks_again(planner, v
     assert LAYERS * inputs < found.memory["activations"] < (LAYERS + 6) * inputs + 4 * vocabulary * WIDTH
     last = LAYERS * WIDTH * INNER  # a block's last product leaves nothing that its backward pass would need
     again = 2 * (MATRICES - last) * ROWS * LENGTH + 4 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
-    assert found.flops == 5 * (arithmetic(vocabulary) + again) and found.num_tokens == 5 * ROWS * LENGTH
+    assert found.flops == 5 * (count_flops(vocabulary) + again) and found.num_tokens == 5 * ROWS * LENGTH
 
 
 def test_the_baseline_of_a_step_is_computed_for_each_of_its_micro_batches(planner):

@@ -96,7 +96,7 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of a network temporarily: `_disable_adapters` of each layer and wrapper of PEFT.
 
     PEFT's `disable_adapter` would also change the adapters' `requires_grad`.
@@ -112,7 +112,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_about_tying() -> Iterator[None]:
+def ignore_tying_warning() -> Iterator[None]:
     """Do not show PEFT's warning about an adapter on one of two tied layers, which names a setting of PEFT's own.
 
     By its first words. Such a layer is saved and merged as a copy of its own.

@@ -1,6 +1,6 @@
 """Private parts of torch that the torch engine uses, as of torch 2.13; tested by tests/compat/test_torch.py.
 
-`torch.nn.Module._apply` is replaced on models that are spread over several devices: see `never_move`.
+`torch.nn.Module._apply` is replaced on models that are spread over several devices: see `disable_moving`.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def hides_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def never_move(model: nn.Module) -> None:
+def disable_moving(model: nn.Module) -> None:
     """Make `to`, `cuda`, `float` and the like return the model unchanged: all of them call `_apply`."""
     model._apply = lambda *_, **__: model
 
@@ -89,7 +89,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, FakeTensor)
 
 
-def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+def count_flops(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     """Return the FLOPs of an operation: `torch.utils.flop_counter`, whose table is private.
 
     The table lacks attention on CPUs, which is counted as that on GPUs: its operators begin with the same arguments. It
@@ -102,7 +102,7 @@ def arithmetic(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> i
     return 0 if count is None else count(*args, **kwargs, out_val=result)
 
 
-def group_of(args: tuple) -> list[int]:
+def process_group_ranks(args: tuple) -> list[int]:
     """Return the ranks of a collective from its operator's arguments: a boxed `ProcessGroup`, or its name as the last.
 
     Only `torch.distributed.distributed_c10d._resolve_process_group` finds a group by name.
@@ -129,7 +129,7 @@ def group(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
 
 
 @contextmanager
-def resizing(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+def watch_resizes(changed: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
     """Call `changed` with each storage that is resized, and its new bytes: `UntypedStorage.resize_`.
 
     FSDP2 frees and allocates gathered parameters in this way, which no dispatch mode sees; torch's own memory tracker

@@ -19,7 +19,7 @@ from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat.torch import storage_of
 
 
-def attention_of(model: nn.Module) -> str:
+def attention_name(model: nn.Module) -> str:
     """Return the attention implementation in use: `config._attn_implementation`; only its setter is public."""
     return model.config._attn_implementation
 
@@ -78,7 +78,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 @contextmanager
-def reading_parts(wait: Callable[[Any, LazyArray | None], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
+def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values: Callable[[nn.Parameter], Tensor],
                   reading: Callable[[], AbstractContextManager]) -> Iterator[None]:
     """Make from_pretrained put placeholders into the network instead of reading weights.
 
@@ -180,10 +180,10 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
     Args:
         chosen: Returns True for a parameter to quantise, given its name and the parameter before it is read.
         from_mxfp4: True if the files hold MXFP4, dequantised by its own quantiser's `get_weight_conversions`.
-        wait: Within `reading_parts`, returns the placeholder of a matrix [out, in] that has not been read, or of chosen
+        wait: Within `defer_weights`, returns the placeholder of a matrix [out, in] that has not been read, or of chosen
             matrices [E, ...], given the linear layer, if it is one, and the settings (BitsAndBytesConfig).
         before: Returns what is quantised instead of a linear layer's weight, given the model, the parameter's name and
-            the weight as it is stored, of which one within `reading_parts` may be a `LazyArray`.
+            the weight as it is stored, of which one within `defer_weights` may be a `LazyArray`.
     """
     from transformers import Mxfp4Config
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -284,7 +284,7 @@ def has_separable_rows(cache: Any) -> bool:
     return type(cache) is DynamicCache and bool(cache.layers) and all(type(layer) in kinds for layer in cache.layers)
 
 
-def leave_room(cache: DynamicCache) -> None:
+def preallocate_cache(cache: DynamicCache) -> None:
     """Exchange an unused cache's layers for `PreallocatedLayer`, but those with a sliding window: `Cache.layers`."""
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
@@ -295,23 +295,23 @@ def decoding_experts(model: nn.Module) -> AbstractContextManager:
 
 
 @contextmanager
-def without_first_weights() -> Iterator[None]:
+def skip_initial_weights() -> Iterator[None]:
     """While entered, new models of transformers keep their modules' own initial values, untied: `init_weights`.
 
     `initialization.no_init_weights` would also skip the modules' own initialisation, which some architectures rely on.
     """
-    with _in_place_of("init_weights", lambda _: lambda model: None):
+    with _replace_method("init_weights", lambda _: lambda model: None):
         yield
 
 
 @contextmanager
-def around_missing_weights(start: Callable[[nn.Module, Callable[[], None]], None]) -> Iterator[None]:
+def wrap_missing_weights(start: Callable[[nn.Module, Callable[[], None]], None]) -> Iterator[None]:
     """Call `start` when from_pretrained initialises the weights that its files lack: `initialize_weights`.
 
     Args:
         start: Called with the model and the function that initialises its weights, except those in the files.
     """
-    with _in_place_of("initialize_weights", lambda original: lambda model: start(model, lambda: original(model))):
+    with _replace_method("initialize_weights", lambda original: lambda model: start(model, lambda: original(model))):
         yield
 
 
@@ -325,12 +325,12 @@ def before_each_module(enter: Callable[[nn.Module], None]) -> Iterator[None]:
 
         return initialize
 
-    with _in_place_of("_initialize_weights", entered):
+    with _replace_method("_initialize_weights", entered):
         yield
 
 
 @contextmanager
-def instead_of_truncated_normals(draw: Callable[[Tensor, float, float, float], None]) -> Iterator[None]:
+def replace_truncated_normals(draw: Callable[[Tensor, float, float, float], None]) -> Iterator[None]:
     """Call `draw` when a model draws from a truncated normal distribution: `initialization.trunc_normal_`.
 
     As there, weights read from a file are skipped: `_is_hf_initialized`.
@@ -358,7 +358,7 @@ def instead_of_truncated_normals(draw: Callable[[Tensor, float, float, float], N
 
 
 @contextmanager
-def _in_place_of(method: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
+def _replace_method(method: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     with _put(PreTrainedModel, method, replacement(getattr(PreTrainedModel, method))):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
-from lmmods.torch_engine.compat.transformers import attention_of, can_change_attention
+from lmmods.torch_engine.compat.transformers import attention_name, can_change_attention
 from lmmods.torch_engine.nn.cpu_kernels import thin_products, uses_onednn
 
 VARLEN, CPU = "varlen", "sdpa_cpu"
@@ -50,7 +50,7 @@ def attention_errors(name: str | None) -> Iterator[None]:
 
 def say_eager(model: nn.Module) -> None:
     """Report that transformers uses eager attention for this architecture, and why."""
-    if attention_of(model) != "eager":
+    if attention_name(model) != "eager":
         return
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
@@ -65,7 +65,7 @@ def prefer_varlen(model: nn.Module, kernel: Kernel | None = None) -> None:
         kernel: Replaces torch.nn.attention.varlen.varlen_attn, which requires CUDA.
     """
     cuda = model.get_input_embeddings().weight.device.type == "cuda"
-    if attention_of(model) != "sdpa" or not (cuda or kernel):
+    if attention_name(model) != "sdpa" or not (cuda or kernel):
         return
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -90,7 +90,7 @@ def prefer_cpu_kernels(model: nn.Module, precision: str) -> None:
     Args:
         precision: Lightning's name. Under bfloat16, attention of short rows uses float32, which is reported.
     """
-    if attention_of(model) != "sdpa" or not can_change_attention(model):
+    if attention_name(model) != "sdpa" or not can_change_attention(model):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -35,7 +35,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
-from lmmods.torch_engine.compat.transformers import decoding_experts, has_separable_rows, leave_room
+from lmmods.torch_engine.compat.transformers import decoding_experts, has_separable_rows, preallocate_cache
 
 # Remove ended rows once they are this fraction of the batch: each time, the other rows' cache is copied.
 ENDED_FRACTION = 0.25
@@ -232,7 +232,7 @@ def _forward_distinct(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], pro
     row_indices = torch.arange(len(ids), device=ids.device)
     num_distinct = int(copies.max()) + 1
     for cache in (kwargs[name] for name in CARRIED if name in kwargs):
-        leave_room(cache)
+        preallocate_cache(cache)
     if num_distinct == len(ids):
         return _forward(model, ids, kwargs, prompt)
     firsts = row_indices.new_empty(num_distinct).scatter_reduce_(0, copies, row_indices, "amin", include_self=False)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lmmods.core.console import say
 from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, least_kept, site_seed
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.compat.transformers import attention_of
+from lmmods.torch_engine.compat.transformers import attention_name
 from lmmods.torch_engine.nn.attention import CPU, VARLEN
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class TokenDropout:
                 module.forward = torch.compiler.disable(forward) if compiled else forward
             if hasattr(module, "pos_dropout") and hasattr(module, "disentangled_attention_bias"):
                 self._disable_in_table(module)
-        if attention_of(model) not in ATTENTION and has_rates(model.config, "att"):
-            self._report(f"Dropout: {attention_of(model)} makes its own attention masks, so they depend on how rows "
+        if attention_name(model) not in ATTENTION and has_rates(model.config, "att"):
+            self._report(f"Dropout: {attention_name(model)} makes its own attention masks, so they depend on how rows "
                          "are split into batches. Set model.attention to sdpa to avoid this.")
         model.token_dropout = self
 

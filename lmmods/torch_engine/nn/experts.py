@@ -107,7 +107,7 @@ def packed_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
+def use_placeholders(model: nn.Module) -> Iterator[None]:
     """Replace packed parameters by plain placeholders of their shape, as PEFT only puts adapters on plain ones."""
     packed: list[tuple[nn.Module, str, nn.Parameter, _Matrices]] = []
     for module in list(model.modules()):

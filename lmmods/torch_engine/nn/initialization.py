@@ -24,12 +24,12 @@ from lmmods.core.initialization import (
 from lmmods.torch_engine.compat.peft import magnitudes, reset_adapter
 from lmmods.torch_engine.compat.torch import DispatchMode, tensors_in
 from lmmods.torch_engine.compat.transformers import (
-    around_missing_weights,
     before_each_module,
-    instead_of_truncated_normals,
-    without_first_weights,
+    replace_truncated_normals,
+    skip_initial_weights,
+    wrap_missing_weights,
 )
-from lmmods.torch_engine.nn.stored import let_wait
+from lmmods.torch_engine.nn.stored import defer
 
 aten = torch.ops.aten
 DISTRIBUTIONS = {
@@ -65,7 +65,7 @@ class _Memory:
 
 
 @dataclass
-class FirstValues:
+class InitialValues:
     """Initial values of a deferred parameter, drawn when read; a `Source`.
 
     Args:
@@ -93,7 +93,7 @@ class FirstValues:
         return self.rows(range(self.shape[0]))
 
 
-class FirstWeights(DispatchMode):
+class InitialWeights(DispatchMode):
     """While entered, `normal_` and `uniform_` draw from a random stream of the parameter that they fill.
 
     So does transformers' `trunc_normal_`. Draws are deferred until their values are read, or until `start` ends, so
@@ -136,7 +136,7 @@ class FirstWeights(DispatchMode):
             set_seed(stream_key(self._seed, self._place) >> 64)  # from 128 bits to torch's 64
 
         self._names = before
-        with before_each_module(enter), instead_of_truncated_normals(self._draw_truncated):
+        with before_each_module(enter), replace_truncated_normals(self._draw_truncated):
             initialize()
         self._names = names()
         # What one draw fills becomes a placeholder; the rest is completed below.
@@ -148,8 +148,8 @@ class FirstWeights(DispatchMode):
                     constants = [(part.storage_offset(), part.storage_offset() + part.numel(), value[0] if value else 0)
                                  for part, _, value in waiting.writes[1:]]
                     del self._waiting[_memory(param)]
-                    let_wait(param, FirstValues(self._seed, file_name(name), distribution, tuple(param.shape),
-                                                constants))
+                    defer(param, InitialValues(self._seed, file_name(name), distribution, tuple(param.shape),
+                                               constants))
         for memory in list(self._waiting):
             if memory in before and memory not in self._names:  # tied to something else
                 del self._waiting[memory]
@@ -230,28 +230,28 @@ def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False
         make: Builds it from a configuration.
         by_parts: See `FirstWeights.start`.
     """
-    with FirstWeights(seed) as weights:
-        with without_first_weights():
+    with InitialWeights(seed) as weights:
+        with skip_initial_weights():
             model = make()
         weights.start(model, model.init_weights, by_parts=by_parts)
     return model
 
 
 @contextmanager
-def missing_weights(seed: int) -> Iterator[None]:
+def init_missing_weights(seed: int) -> Iterator[None]:
     """While entered, from_pretrained initialises weights that the files lack as in `from_config`."""
     def start(model: nn.Module, initialize: Callable[[], None]) -> None:
-        with FirstWeights(seed) as weights:
+        with InitialWeights(seed) as weights:
             weights.start(model, initialize)
 
-    with around_missing_weights(start):
+    with wrap_missing_weights(start):
         yield
 
 
 @torch.no_grad()
-def start_adapter(model: nn.Module, seed: int) -> None:
+def init_adapter(model: nn.Module, seed: int) -> None:
     """Initialise a new LoRA adapter with PEFT's distributions, and DoRA's magnitudes from the base."""
-    with FirstWeights(seed) as weights:
+    with InitialWeights(seed) as weights:
         weights.start(model, lambda: reset_adapter(model), saved_name)
     for magnitude, weight, is_conv1d in magnitudes(model):
         norms = row_norms(weight.float().cpu().numpy(), is_conv1d)

@@ -1,4 +1,4 @@
-"""Load a network from a folder or hub id: dtypes, quantisation, missing weights, rows for new tokens."""
+"""Load a network from a folder or hub id, with dtypes, quantisation, missing weights and rows for new tokens."""
 
 import contextlib
 import functools
@@ -37,14 +37,14 @@ from lmmods.torch_engine.compat.bitsandbytes import (
     packed_weight,
     patch_cpu_kernels,
 )
-from lmmods.torch_engine.compat.torch import never_move
-from lmmods.torch_engine.compat.transformers import layers_to_quantize, quantising, quiet_loading, reading_parts
+from lmmods.torch_engine.compat.torch import disable_moving
+from lmmods.torch_engine.compat.transformers import defer_weights, layers_to_quantize, quantising, quiet_loading
 from lmmods.torch_engine.nn.attention import attention_errors
 from lmmods.torch_engine.nn.classifier import NEW_HEADS, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, pack
-from lmmods.torch_engine.nn.initialization import missing_weights
+from lmmods.torch_engine.nn.initialization import init_missing_weights
 from lmmods.torch_engine.nn.quantizing import quantize_in_chunks
-from lmmods.torch_engine.nn.stored import Codes, cast, values_of, wait_for, wait_for_codes
+from lmmods.torch_engine.nn.stored import Codes, cast, defer_codes, defer_weight, read_values
 
 COMPUTE_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16,
                   "16-mixed": torch.float16}
@@ -69,34 +69,35 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         precision: Lightning's name of the precision.
         frozen: The base itself does not train.
         device: Device on which weights are quantised.
-        max_memory: Spread the model over the GPUs of this machine within these limits; see `placement`.
-        seed: Seed of the weights of a head that the checkpoint lacks.
-        by_parts: Put placeholders into the network, of which each process reads its rows later; see `stored`.
+        max_memory: Spread the model over this machine's GPUs within these limits; see `placement`.
+        seed: Seed of weights that the checkpoint lacks.
+        by_parts: Use placeholders, whose rows each process reads later; see `storage_dtype`.
         abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
-        before_quantising: Returns what is quantised to 4 bits instead of a linear layer's weight; see `quantising`.
-        adapter: Folder of the adapter that comes next. Modules that it has in full are not reported as random.
+        before_quantising: Replaces the weight of a linear layer before it is quantised to 4 bits; see `quantising`.
+        adapter: Folder of the adapter that is loaded next. Modules that it contains in full are not reported as random.
 
     Raises:
         UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
     """
     compute = COMPUTE_DTYPES[precision]
-    # Mixed precision computes with 16-bit copies of a trained weight, whose float32 values keep small updates.
-    stored = compute if frozen or precision.endswith("true") else torch.float32
+    # Mixed precision computes with 16-bit copies of trained weights; their float32 values accumulate small updates.
+    storage_dtype = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
-        warn(f"trust_remote_code is on: Python code that comes with {pretrained} will run on this machine.")
+        warn(f"trust_remote_code is on: Python code of {pretrained} will run on this machine.")
     config = load_config(pretrained, overrides, revision, trust_remote_code)
     if left_out := parts_left_out(pretrained, revision, trust_remote_code):
         say(text_note(pretrained, left_out, config.model_type))
-    answers, is_new = auto_class.__name__ == "AutoModelForQuestionAnswering", auto_class.__name__.endswith(NEW_HEADS)
-    # A new head trains in full; transformers itself leaves only vocabulary heads unquantised.
-    skip = list(ANSWER_HEADS) if answers else None
-    if is_new and quantize:
+    has_answer_head = auto_class.__name__ == "AutoModelForQuestionAnswering"
+    has_new_head = auto_class.__name__.endswith(NEW_HEADS)
+    # A new head is fully trained; by default transformers only leaves vocabulary heads unquantised.
+    skip = list(ANSWER_HEADS) if has_answer_head else None
+    if has_new_head and quantize:
         with torch.device("meta"):
             skip = head_modules(auto_class.from_config(config, trust_remote_code=trust_remote_code))
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     is_packed = saved not in (None, MXFP4)
-    # bitsandbytes quantises weights on the device that they are placed on.
+    # bitsandbytes quantises weights on their device.
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}} if quantize or is_packed else {}
     if max_memory is not None:
         options = placement(max_memory)
@@ -108,43 +109,43 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         del config.quantization_config  # the dequantised weights are quantised again, by bitsandbytes
     if abstract:
         if is_packed:
-            raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Name the model "
-                            "that it was made of in model.pretrained, with model.quantize.")
-        return _build_outline(auto_class, config, stored, attention, trust_remote_code,
+            raise UserError(f"plan: {pretrained} is saved in {saved}, which cannot be planned on torch. Set "
+                            "model.pretrained to the unquantised model, and set model.quantize.")
+        return _build_outline(auto_class, config, storage_dtype, attention, trust_remote_code,
                               options.get("quantization_config"),
                               frozen and precision != "bf16-true")
-    names = (TEXT_NAMES if left_out else {}) | (base_names(config) if answers else {})
+    names = (TEXT_NAMES if left_out else {}) | (base_names(config) if has_answer_head else {})
     options |= {"key_mapping": names} if names else {}
-    options |= {"ignore_mismatched_sizes": True} if is_new else {}
+    options |= {"ignore_mismatched_sizes": True} if has_new_head else {}
     if quantize in ("nf4", "fp4"):
         quantize_in_chunks()
     check_weights(pretrained)
     with (reading_weights(pretrained), hub.loading("model.pretrained", pretrained, revision=revision),
-          attention_errors(attention), missing_weights(seed), quiet_loading(),
+          attention_errors(attention), init_missing_weights(seed), quiet_loading(),
           _reading(by_parts and saved != "int8", pretrained, device or torch.device("cpu")),
           quantising(is_stacked, saved == MXFP4, functools.partial(_codes, device=device),
                      before_quantising) as states):
         try:
-            model, found = auto_class.from_pretrained(
-                pretrained, config=config, revision=revision, dtype=stored, trust_remote_code=trust_remote_code,
+            model, info = auto_class.from_pretrained(
+                pretrained, config=config, revision=revision, dtype=storage_dtype, trust_remote_code=trust_remote_code,
                 attn_implementation=attention, output_loading_info=True, **options)
         except (ValueError, RuntimeError) as error:
             if max_memory is not None and "dispatched on the CPU or the disk" in str(error):  # by bitsandbytes
                 raise no_room(max_memory) from error
             raise
-    # Weights of the head for other labels are drawn anew; others of another shape mean wrong files.
-    resized = {name for name, *_ in found.get("mismatched_keys") or ()}
-    found["missing_keys"] = {*found["missing_keys"], *resized}
+    # A head for other labels is initialised again; other weights with a different shape mean wrong files.
+    resized = {name for name, *_ in info.get("mismatched_keys") or ()}
+    info["missing_keys"] = {*info["missing_keys"], *resized}
     # Missing weights of the base mean wrong files; those of a new head are normal and reported below.
-    base, heads = f"{model.base_model_prefix}.", head_modules(model) if is_new else []
-    if missing := sorted(name for name in found["missing_keys"] if (name in resized or name.startswith(base))
+    base, heads = f"{model.base_model_prefix}.", head_modules(model) if has_new_head else []
+    if missing := sorted(name for name in info["missing_keys"] if (name in resized or name.startswith(base))
                          and not any(name.startswith(f"{head}.") for head in heads)):
-        raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, among "
-                        f"them {', '.join(missing[:3])}: its config.json is of another architecture, or files are "
-                        "missing. Fetch it again.")
-    unneeded = [name for name in found["unexpected_keys"] if not left_out or text_name(name) is not None]
+        raise UserError(f"model.pretrained: {pretrained} lacks {len(missing)} weights of {type(model).__name__}, for "
+                        f"example {', '.join(missing[:3])}. Its config.json describes another architecture, or the "
+                        "download is incomplete. Download it again.")
+    unneeded = [name for name in info["unexpected_keys"] if not left_out or text_name(name) is not None]
     in_adapter = adapter_config(adapter).get("modules_to_save") or [] if adapter else []
-    missing = [name for name in found["missing_keys"] if not any(f".{module}." in f".{name}" for module in in_adapter)]
+    missing = [name for name in info["missing_keys"] if not any(f".{module}." in f".{name}" for module in in_adapter)]
     for line in loading_notes(pretrained, missing, unneeded):
         say(line)
     note_quantized(config, saved if is_packed else quantize, in_files=is_packed)
@@ -154,19 +155,19 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if max_memory is not None:
         keep_in_place(model, max_memory)
     model.maps_names = bool(names) or saved == MXFP4  # read by `export.save`
-    if is_packed:  # from_pretrained leaves the other weights of a quantised folder in the dtype they were saved in
+    if is_packed:  # from_pretrained keeps the saved dtype of other weights in a quantised folder
         for param in model.parameters():
             if type(param) is nn.Parameter and param.is_floating_point():
-                cast(param, stored)
+                cast(param, storage_dtype)
     if frozen and precision != "bf16-true":
         _norms_to_float32(model)
     if (quantize or is_packed) and not by_parts:
-        _let_go_of_files(model)
+        _unmap_files(model)
     return model.train()
 
 
-def _let_go_of_files(model: nn.Module) -> None:
-    """Copy what was not quantised: as a view of its mapped file it would keep the whole file in memory."""
+def _unmap_files(model: nn.Module) -> None:
+    """Copy weights that were not quantised: as views of the mapped file, they would keep all of it in memory."""
     for param in model.parameters():
         if type(param) is nn.Parameter and param.device.type == "cpu":
             param.data = param.data.clone()
@@ -178,18 +179,18 @@ def _build_outline(auto_class: type, config: PreTrainedConfig, dtype: torch.dtyp
     with attention_errors(attention):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
-        # What from_pretrained's quantiser does as weights arrive, done here without values.
+        # Do without values what from_pretrained's quantiser does when it reads weights.
         for name in layers_to_quantize(model, quantization.llm_int8_skip_modules):
             layer = model.get_submodule(name)
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
             model.set_submodule(name, packed_outline(layer, weight, quantization))
         states = {}
-        # Stacked experts, which bitsandbytes itself leaves unquantised.
+        # Stacked experts, which bitsandbytes does not quantise.
         for name, parameter in list(model.named_parameters()):
             if is_stacked(name, parameter):
-                path, _, own = name.rpartition(".")
+                path, _, leaf = name.rpartition(".")
                 codes, states[name] = packed_weight(parameter, quantization)
-                setattr(model.get_submodule(path), own, codes)
+                setattr(model.get_submodule(path), leaf, codes)
         pack(model, states)
     if float32_norms:
         _norms_to_float32(model)
@@ -206,12 +207,13 @@ def _norms_to_float32(model: nn.Module) -> None:
 def _reading(by_parts: bool, pretrained: str, device: torch.device) -> contextlib.AbstractContextManager:
     if not by_parts:
         return contextlib.nullcontext()
-    return reading_parts(functools.partial(wait_for, device=device), values_of, lambda: reading_weights(pretrained))
+    return defer_weights(functools.partial(defer_weight, device=device), read_values,
+                         lambda: reading_weights(pretrained))
 
 
 def _codes(matrix: LazyArray, layer: nn.Module | None, settings: Any, device: torch.device) -> nn.Parameter:
-    return wait_for_codes(Codes(matrix, settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant,
-                                settings.bnb_4bit_quant_storage, device), layer)
+    return defer_codes(Codes(matrix, settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant,
+                             settings.bnb_4bit_quant_storage, device), layer)
 
 
 def base_names(config: PreTrainedConfig) -> dict[str, str]:
@@ -239,9 +241,9 @@ def _quantization(quantize: Quantize, double_quant: bool, storage: str, compute:
 
 
 def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False) -> list[int]:
-    """Enlarge the embeddings to `num_tokens` rows; new rows are the mean of the old ones. Returns the new rows' ids.
+    """Enlarge the embeddings to `num_tokens` rows; new rows are the mean of the old rows. Return their ids.
 
-    A matrix that is larger already (such as padded to a multiple) is unchanged.
+    A matrix with more rows, such as padding to a multiple, does not change.
 
     Args:
         abstract: Leave the values of new rows arbitrary.
@@ -252,7 +254,7 @@ def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False)
         return []
     say(new_rows_message(num_tokens, old))
     model.resize_token_embeddings(num_tokens, mean_resizing=False)
-    # A matrix that embedding and head share is filled twice, with equal values: only old rows are read.
+    # A matrix shared by embedding and head is filled twice, with equal values, as only old rows are read.
     for layer in () if abstract else vocabulary_layers(model):
         for param in {layer.weight, getattr(layer, "bias", None)} - {None}:
             param.data[old:] = torch.from_numpy(mean_row(param.data[:old].float().cpu().numpy()))
@@ -261,13 +263,13 @@ def resize_embeddings(model: nn.Module, num_tokens: int, abstract: bool = False)
 
 def vocabulary_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers whose first dimension is the vocabulary: embeddings, and an output layer if there is one."""
-    per_layer = getattr(model.base_model, "embed_tokens_per_layer", None)  # of Gemma 4
+    per_layer = getattr(model.base_model, "embed_tokens_per_layer", None)  # Gemma 4
     layers = dict.fromkeys((model.get_input_embeddings(), model.get_output_embeddings(), per_layer))
     return [layer for layer in layers if layer is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A base spread over the GPUs of one machine by accelerate, as in qlora.py: each layer is on one device as a whole.
+# A base spread over the GPUs of one machine by accelerate, as in qlora.py: each layer is on one device.
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
 
@@ -283,17 +285,17 @@ def placement(max_memory: str | dict[int | str, str]) -> dict[str, Any]:
         UserError: An unknown device or an invalid size.
     """
     num_gpus = torch.cuda.device_count()
-    known = list(range(num_gpus)) or ["cpu"]
+    devices = list(range(num_gpus)) or ["cpu"]
     if isinstance(max_memory, str) and not num_gpus:
-        raise UserError(f"model.max_memory is {max_memory}, for each GPU, but this machine has none. Take it out, or "
-                        "name the device: {cpu: 8GiB}.")
-    limits = dict.fromkeys(known, max_memory) if isinstance(max_memory, str) else max_memory
+        raise UserError(f"model.max_memory is {max_memory} per GPU, but this machine has no GPU. Remove it, or name "
+                        "the device, as in {cpu: 8GiB}.")
+    limits = dict.fromkeys(devices, max_memory) if isinstance(max_memory, str) else max_memory
     for device, size in limits.items():
-        if device not in known:
-            raise UserError(f"model.max_memory names the device {device!r}, which does not train on this machine. "
-                            f"There are: {', '.join(map(str, known))}.")
+        if device not in devices:
+            raise UserError(f"model.max_memory names the device {device!r}, which cannot train on this machine. Use "
+                            f"{', '.join(map(str, devices))}.")
         if not SIZE.fullmatch(str(size).strip()):
-            raise UserError(f"model.max_memory: {size!r} is no size of memory. Examples: 20GiB, 20000MB.")
+            raise UserError(f"model.max_memory: {size!r} is not a memory size. Use for example 20GiB or 20000MB.")
     return {"device_map": "auto", "max_memory": dict(limits)}
 
 
@@ -303,16 +305,16 @@ def keep_in_place(model: nn.Module, max_memory: str | dict[int | str, str]) -> N
     Raises:
         UserError: Parts were offloaded to host memory or disk, where nothing trains.
     """
-    known = set(range(torch.cuda.device_count())) or {"cpu"}
-    places = getattr(model, "hf_device_map", {})  # missing if all of it is on one device
-    left = [part for part, device in places.items() if device not in known]
-    if left:
-        raise no_room(max_memory, left[0])
-    if places:
-        never_move(model)
+    devices = set(range(torch.cuda.device_count())) or {"cpu"}
+    device_map = getattr(model, "hf_device_map", {})  # absent if the model is on one device
+    offloaded = [part for part, device in device_map.items() if device not in devices]
+    if offloaded:
+        raise no_room(max_memory, offloaded[0])
+    if device_map:
+        disable_moving(model)
 
 
 def no_room(max_memory: str | dict[int | str, str], part: str = "some of its layers") -> UserError:
-    """Return the error for a model of which a part would be offloaded to host memory or disk."""
-    return UserError(f"model.max_memory is {max_memory}, where not all of the model finds room ({part} does not). "
+    """Return the error for a model that would be offloaded to host memory or disk in part."""
+    return UserError(f"model.max_memory is {max_memory}, which is too little for the model ({part} does not fit). "
                      "Raise it, or set model.quantize.")

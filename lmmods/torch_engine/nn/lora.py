@@ -38,11 +38,11 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
-from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear, lora_layers, quiet_about_tying
+from lmmods.torch_engine.compat.peft import has_variant, ignore_tying_warning, is_lora_of_linear, lora_layers
 from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
 from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
-from lmmods.torch_engine.nn.experts import is_stacked, packed_names, stand_ins
-from lmmods.torch_engine.nn.initialization import start_adapter
+from lmmods.torch_engine.nn.experts import is_stacked, packed_names, use_placeholders
+from lmmods.torch_engine.nn.initialization import init_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts, adaptable
 from lmmods.torch_engine.nn.stored import fill
 
@@ -110,7 +110,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     if untied and getattr(model.config, "tie_word_embeddings", False):
         say(f"lora.modules_to_save: {' and '.join(untied)}: the base ties its embedding to its output layer. The "
             "adapter trains its own copy, so that they differ afterwards.")
-    with stand_ins(model), quiet_about_tying():
+    with use_placeholders(model), ignore_tying_warning():
         # PEFT would cast an adapter in half precision to float32; `_cast_trainable` sets the dtype instead.
         wrapped = _wrap_outline(model, config) if abstract else get_peft_model(model, config,
                                                                                autocast_adapter_dtype=False)
@@ -121,7 +121,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     wrapped = _cast_trainable(wrapped, dtype)
     # PEFT drew from torch's generator. Draw again from a stream per parameter, the same in any process and order.
     if not abstract:
-        start_adapter(wrapped, seed)
+        init_adapter(wrapped, seed)
         if settings.is_principal:
             (principal or PrincipalParts(settings)).start(wrapped)
     return wrapped
@@ -184,7 +184,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
             say(f"Base: each process reads all of it, which the adapter in {folder} may need.")
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
-        with stand_ins(model), quiet_about_tying():
+        with use_placeholders(model), ignore_tying_warning():
             if abstract:
                 config.inference_mode = False
                 return _wrap_outline(model, config)

@@ -23,17 +23,17 @@ def build_optimizer(named_params: Iterable[tuple[str, nn.Parameter]], settings: 
     """
     named_params = list(named_params)
     optimizer = _build(named_params, settings)
-    return optimizer if settings.ema_decay is None else keeping_average(optimizer, settings.ema_decay)
+    return optimizer if settings.ema_decay is None else keep_average(optimizer, settings.ema_decay)
 
 
 def _build(named_params: list[tuple[str, nn.Parameter]], settings: Optimizer) -> torch.optim.Optimizer:
     layers = num_layers(name for name, _ in named_params)
-    groups = [{"params": [], **own} for own in settings.groups(layers)]
+    groups = [{"params": [], **options} for options in settings.groups(layers)]
     for name, param in named_params:
         if param.requires_grad:
             groups[settings.group_of(name, param.ndim, layers)]["params"].append(param)
-    for place, group in enumerate(groups):
-        if settings.is_of_muon(place, layers):
+    for index, group in enumerate(groups):
+        if settings.is_of_muon(index, layers):
             group.update(settings.muon_options)
     return FACTORIES[settings.name]([group for group in groups if group["params"]], settings)
 
@@ -41,15 +41,15 @@ def _build(named_params: list[tuple[str, nn.Parameter]], settings: Optimizer) ->
 AVERAGE = "ema"  # key in the state of a parameter
 
 
-def keeping_average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
-    """Make an optimiser keep the exponential average of each parameter, in float32, in its state.
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
+    """Make an optimiser keep the exponential moving average of each parameter, in float32, in its state.
 
-    As torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn: the average starts with the first step's result.
+    As in torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn, it starts with the first step's result.
     """
     @torch.no_grad()
     def update(*_: Any) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            # A parameter without gradient has not moved, and its optimiser counts an empty state as a new one.
+            # A parameter without gradient has not changed, and its optimiser must see an empty state as new.
             if param.grad is None:
                 continue
             state = optimizer.state[param]
@@ -59,45 +59,45 @@ def keeping_average(optimizer: torch.optim.Optimizer, decay: float) -> torch.opt
                 state[AVERAGE] = param.detach().to(torch.float32, copy=True)
 
     optimizer.register_step_post_hook(update)
-    return _keeping_dtypes(optimizer, AVERAGE)
+    return _keep_dtypes(optimizer, AVERAGE)
 
 
 @contextmanager
 def averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give parameters the values of their averages, as far as there are some."""
-    # Outside of inference mode, in which changes of tensors are not counted and copies of them would be kept.
+    """Set parameters to their averages, if they have one, and restore their values afterwards."""
+    # Not in inference mode, which does not count changes of tensors, so that cached casts of them would be stale.
     with torch.inference_mode(False), torch.no_grad():
-        kept = {param: param.detach().clone() for param, state in optimizer.state.items() if AVERAGE in state}
-        for param in kept:
+        originals = {param: param.detach().clone() for param, state in optimizer.state.items() if AVERAGE in state}
+        for param in originals:
             param.copy_(optimizer.state[param][AVERAGE])
     try:
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            for param, value in kept.items():
+            for param, value in originals.items():
                 param.copy_(value)
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for all other parameters.
 
-    The rule of torch.optim.Muon, which computes in bfloat16 alone and takes no stacks of matrices. State and groups are
-    those of torch's two optimisers.
+    The update of torch.optim.Muon, which only computes in bfloat16 and does not support stacks of matrices. State and
+    groups are as in torch's two optimisers.
 
     Args:
-        groups: Those with `Optimizer.muon_options` have matrices [A, B] and stacks of matrices [E, A, B].
+        groups: Groups with `Optimizer.muon_options` have matrices [A, B] and stacks of matrices [E, A, B].
     """
 
     def __init__(self, groups: list[dict[str, Any]], settings: Optimizer) -> None:
         self._settings = settings
         super().__init__(groups, {"lr": settings.lr})
-        # It completes the groups that it is given; `step` gives it those of a loaded checkpoint.
+        # AdamW adds its defaults to these groups; `step` passes it the groups of a loaded checkpoint.
         others = [group for group in self.param_groups if "ns_steps" not in group]
         self._adamw = _adamw(others or [{"params": []}], settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, after the loss and gradients of `closure`, whose result is returned."""
+        """Take a step, after computing loss and gradients with `closure`; return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrix: torch.Tensor, num_steps: int, dtype: torch.dtype) -> torch.Tensor:
     """Return about U V^T for matrices U S V^T, [..., A, B]: the Newton-Schulz iterations of Muon, computed in `dtype`.
 
-    Singular values come to lie around 1, between about 0.7 and 1.2, not at 1.
+    Singular values become about 1, between 0.7 and 1.2, not exactly 1.
     """
     x = matrix.to(dtype)
     is_tall = x.shape[-2] > x.shape[-1]
@@ -150,8 +150,8 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     meshes = {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}
     if len(meshes) < 2:
         return torch.nn.utils.get_total_norm([_row_norms(grad) for grad in grads])
-    # torch does not combine norms of DTensors on several meshes
-    # Squares of local shards. Each shard is summed once per process that holds it, hence the division by the copies.
+    # torch does not combine norms of DTensors on several meshes, so sum squares of local shards. Every process that has
+    # a shard counts it, hence the division by the number of copies.
     squares = [torch.nn.utils.get_total_norm([_row_norms(sharding.local(grad))]).square() / sharding.num_copies(grad)
                for grad in grads]
     total = torch.stack(squares).sum()
@@ -171,7 +171,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Optimizer, num_st
 
 
 def recipe_lr(optimizer: torch.optim.Optimizer, settings: Optimizer) -> float:
-    """Return the recipe's learning rate at this step, of which those of the groups are multiples."""
+    """Return the recipe's learning rate at this step; the groups' rates are multiples of it."""
     group = optimizer.param_groups[0]
     peak = group.get("initial_lr", settings.lr)  # set by a schedule
     return group["lr"] if peak == settings.lr else group["lr"] / peak * settings.lr
@@ -183,20 +183,20 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def follow_recipe(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]]) -> None:
-    """Restore the recipe's settings and schedule after a checkpoint, which also has its own, has been loaded.
+    """Restore the recipe's settings and schedule after loading a checkpoint, which also contains settings.
 
     Args:
         settings: The `group_settings` of the recipe's optimiser, from before the checkpoint was loaded.
     """
-    for number, values in enumerate(settings):
+    for index, values in enumerate(settings):
         # The recipe's factor at the checkpoint's step. `lr` is set too, as the scheduler only does so at its next step.
-        group, factor = optimizer.param_groups[number], schedule.lr_lambdas[number](schedule.last_epoch)
+        group, factor = optimizer.param_groups[index], schedule.lr_lambdas[index](schedule.last_epoch)
         group.update(values, initial_lr=values["lr"], lr=values["lr"] * factor)
-        schedule.base_lrs[number] = values["lr"]
+        schedule.base_lrs[index] = values["lr"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Factories: groups of parameters and settings to an optimiser.
+# Factories: build an optimiser from parameter groups and settings.
 
 def _adamw(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
     # The fused kernel is for floating-point plain tensors on CPU or CUDA.
@@ -213,13 +213,13 @@ def _adafactor(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim
     from transformers.optimization import Adafactor
 
     # As in transformers' Trainer: use the recipe's learning rate, not Adafactor's relative one.
-    return _keeping_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
+    return _keep_dtypes(Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False))
 
 
-def _keeping_dtypes(optimizer: torch.optim.Optimizer, *keys: str) -> torch.optim.Optimizer:
-    """Make `load_state_dict` keep the saved dtypes, of all tensors of the state or of these keys.
+def _keep_dtypes(optimizer: torch.optim.Optimizer, *keys: str) -> torch.optim.Optimizer:
+    """Make `load_state_dict` keep the saved dtypes, for all tensors of the state or for these keys.
 
-    torch casts the state to the parameters' dtypes, but that of bfloat16 parameters may be float32.
+    torch casts the state to the parameters' dtypes, but bfloat16 parameters may have float32 state.
     """
     loaded: dict[str, Any] = {}
 
@@ -239,7 +239,7 @@ def _bitsandbytes(groups: list[dict[str, Any]], settings: Optimizer, name: str) 
     import bitsandbytes as bnb
 
     if name.startswith("Paged") and not torch.cuda.is_available():
-        say(f"optimizer {settings.name}: there is no GPU to page from, so its state stays in plain memory.")
+        say(f"optimizer.name {settings.name}: without a GPU there is no paging; the state stays in host memory.")
     return getattr(bnb.optim, name)(groups, lr=settings.lr, **settings.options)
 
 

@@ -18,13 +18,13 @@ from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
 from lmmods.torch_engine.nn.stored import fill
 
-PREFIX = "base_model.model."  # of PEFT, before the names of the network
+PREFIX = "base_model.model."  # PEFT's prefix of the network's names
 
 
 def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers outside and inside of a new head, without the output layer of a vocabulary.
+    """Return the names of the linear layers outside and inside a new head, without a vocabulary's output layer.
 
-    Quantised ones and GPT-2's Conv1D are among them. Raises UserError: there is none.
+    Quantised layers and GPT-2's Conv1D are included. Raises UserError if there are no linear layers.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -32,25 +32,25 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
     names = [name for name, module in model.named_modules()
              if isinstance(module, (nn.Linear, Conv1D)) and module is not output]
     if not names:
-        raise UserError("lora.targets: this model has no linear layer, so there is nothing to adapt.")
+        raise UserError("lora.targets: this model has no linear layer to adapt. Use another model.")
     heads = tuple(f"{head}." for head in head_modules(model)) if has_new_head(model) else ()
     in_heads = [name for name in names if f"{name}.".startswith(heads)]
     return [name for name in names if name not in in_heads], in_heads
 
 
 class PrincipalParts:
-    """Splits the matrices with a principal adapter, those to be quantised as they are read.
+    """Split of the matrices with a principal adapter; matrices to be quantised are split when they are read.
 
-    Only whole matrices have principal vectors: a process that keeps some rows reads all of a matrix for its own.
+    Principal vectors need whole matrices, so a process that keeps some rows reads the whole matrix.
     """
 
     def __init__(self, settings: LoRA):
         self._settings = settings
         self._adapted: set[str] | None = None
-        self._found: dict[str, Principal] = {}  # by the layer's name
+        self._parts: dict[str, Principal] = {}  # by the layer's name
 
     def rest(self, model: nn.Module, name: str, weight: Tensor | LazyArray) -> Tensor | LazyArray:
-        """Return what is quantised of a weight that has been read; the weight itself without an adapter.
+        """Return the part of a weight that is quantised: all of it without an adapter.
 
         Args:
             name: The parameter's name in `model`, whose layers are in place.
@@ -73,16 +73,16 @@ class PrincipalParts:
         part = Principal(matrix.transposed() if conv1d else matrix, self._settings.rank, self._settings.scaling, layer,
                          lambda values: values.float().cpu().numpy(),
                          lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(dtype))
-        self._found[layer] = part
+        self._parts[layer] = part
         rest = part.rest.transposed() if conv1d else part.rest
         return rest if isinstance(weight, LazyArray) else rest.over_first(slice(None)).contiguous().to(weight.device)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
-        """Set the first values of a new adapter, and leave the rest to layers that are not quantised.
+        """Set the initial values of a new adapter, and subtract them from layers that are not quantised.
 
         Args:
-            model: Of PEFT. Its `first_factors` will hold the first values by the parameters' names, for `changes`.
+            model: PEFT model. Its `first_factors` will contain the initial values by parameter name, for `changes`.
 
         Raises:
             UserError: A layer is saved quantised, or has fewer singular values than the adapter's rank.
@@ -92,18 +92,18 @@ class PrincipalParts:
             check_rank((layer.out_features, layer.in_features), self._settings.rank, path.removeprefix(PREFIX))
         for path, layer in lora_layers(model):
             base, name = layer.get_base_layer(), path.removeprefix(PREFIX)
-            if name not in self._found:
+            if name not in self._parts:
                 if not base.weight.is_floating_point() or hasattr(base, "quant_state"):
                     raise no_whole_weights(name)
                 fill(base)
                 base.weight.data = self._split(name, base.weight, _is_conv1d(base))
-            for kind, value in zip(("lora_A", "lora_B"), self._found[name].factors, strict=True):
-                param = getattr(layer, kind)["default"].weight
+            for factor, value in zip(("lora_A", "lora_B"), self._parts[name].factors, strict=True):
+                param = getattr(layer, factor)["default"].weight
                 param.copy_(torch.from_numpy(value))
-                model.first_factors[f"{path}.{kind}.default.weight"] = param.detach().cpu().clone()
-            del self._found[name]
-        if self._found:
-            raise RuntimeError(f"PEFT adapts no {', '.join(self._found)}, of which a part was to be its first values.")
+                model.first_factors[f"{path}.{factor}.default.weight"] = param.detach().cpu().clone()
+            del self._parts[name]
+        if self._parts:
+            raise RuntimeError(f"PEFT does not adapt {', '.join(self._parts)}, which have been split for an adapter.")
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -113,18 +113,18 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 def changes(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
-    """Return PEFT's settings and the parameters of an adapter for the original base that does what training did.
+    """Return PEFT's settings and the parameters of an equivalent adapter for the original base.
 
     A collective call if parameters are sharded.
 
     Args:
-        model: Of PEFT, with a principal adapter.
+        model: PEFT model with a principal adapter.
     """
     config = model.peft_config["default"]
     settings = LoRA(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora).of_change()
-    found = {name: sharding.whole(param).detach() for name, param in model.named_parameters() if param.requires_grad}
-    for name, first in model.first_factors.items():
-        kind, value = name.split(".")[-3], found[name]
-        halves = exported_factor(kind, value.float(), first.to(value.device).float())
-        found[name] = torch.cat(halves, 0 if kind == "lora_A" else 1).to(value.dtype)
-    return replace(config, r=settings.rank, lora_alpha=settings.alpha), found
+    state = {name: sharding.whole(param).detach() for name, param in model.named_parameters() if param.requires_grad}
+    for name, initial in model.first_factors.items():
+        factor, value = name.split(".")[-3], state[name]
+        halves = exported_factor(factor, value.float(), initial.to(value.device).float())
+        state[name] = torch.cat(halves, 0 if factor == "lora_A" else 1).to(value.dtype)
+    return replace(config, r=settings.rank, lora_alpha=settings.alpha), state

@@ -1,11 +1,11 @@
-"""Quantising weights to 4 bits on CPUs, in a third of the time of bitsandbytes' own code and to the same bits."""
+"""Quantise weights to 4 bits on CPUs, in a third of bitsandbytes' time and to the same bits."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
-# Values at a time: few enough to stay in the cache for all comparisons, and enough for several threads. A multiple of
+# Number of values per chunk: they fit the cache for all comparisons, and are enough for several threads. A multiple of
 # every block size of bitsandbytes.
 CHUNK = 2**18
 
@@ -23,8 +23,8 @@ def quantize_in_chunks() -> torch.library.Library:
 def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes, two a byte [n, 1] in the dtype of storage, and the absmax of each block, float32.
 
-    bitsandbytes searches the sorted codebook for each value; comparing all values with each of its 15 bounds is faster,
-    as comparisons are vectorised.
+    bitsandbytes searches the sorted codebook for each value. Comparing all values with each of its 15 bounds is
+    faster, as comparisons are vectorised.
     """
     order, bounds = _bounds(quant_type)
     flat = weight.reshape(-1)
@@ -43,7 +43,7 @@ def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage
         if start + len(scaled) < len(codes) <= start + CHUNK:  # the second half of the last byte
             scaled = torch.nn.functional.pad(scaled, (0, 1))
         _count_above(scaled, bounds, codes[start : start + len(scaled)])
-    if quant_type != "nf4":  # whose codebook is not sorted
+    if quant_type != "nf4":  # the codebook is not sorted
         codes = order.to(torch.uint8)[codes.int()]
     packed = (codes[::2] << 4 | codes[1::2]).view(quant_storage)
     return packed.unsqueeze(1), absmax
@@ -51,21 +51,21 @@ def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage
 
 @cache
 def _bounds(quant_type: str) -> tuple[Tensor, list[float]]:
-    """Return the codes by ascending value, and the values half-way between neighbours."""
+    """Return the codes by ascending value, and the midpoints between neighbouring values."""
     from bitsandbytes.functional import get_4bit_type
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # in which it makes the codebook; Lightning sets that of the network
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # the codebook is made in this dtype, but Lightning sets the network's
     try:
         codebook = get_4bit_type(quant_type, "cpu")
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     order = torch.argsort(codebook)
     return order, ((codebook[order[:-1]] + codebook[order[1:]]) / 2).tolist()
 
 
 def _count_above(values: Tensor, bounds: list[float], counts: Tensor) -> None:
-    """Write the number of bounds that each value does not lie at or below; of NaN that is all."""
+    """Write the number of bounds below each value, exclusive; for NaN, the number of all bounds."""
     below = torch.empty(len(values), dtype=torch.bool)
     counts.fill_(len(bounds))
     for bound in bounds:

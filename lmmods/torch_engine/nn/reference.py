@@ -12,7 +12,7 @@ from lmmods.core.console import say
 from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING
 from lmmods.runs.model_card import first_weights
-from lmmods.torch_engine.compat.peft import adapters_off
+from lmmods.torch_engine.compat.peft import disable_adapters
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows
 
@@ -40,7 +40,7 @@ class Reference:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._kind == "base":
-            with adapters_off(self._model):
+            with disable_adapters(self._model):
                 yield
             return
         self._swap()

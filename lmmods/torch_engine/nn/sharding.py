@@ -34,7 +34,7 @@ def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh, teacher: nn.M
 
     data = everyone = mesh["data_parallel"]
     if mesh["tensor_parallel"].size() > 1:
-        cut_matrices(network, mesh["tensor_parallel"])
+        split_matrices(network, mesh["tensor_parallel"])
         everyone = init_device_mesh(mesh.device_type, (mesh.size(),))
     # Inner modules first: each call shards the parameters below it that are not sharded yet.
     for block in [*_blocks(network), *([] if teacher is None else _blocks(teacher))]:
@@ -86,7 +86,7 @@ def outside_blocks(network: nn.Module) -> list[nn.Parameter]:
     return [param for param in network.parameters() if param not in inside]
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """True if each process holds only a shard of the tensor."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
@@ -111,17 +111,17 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
     part, length = local(tensor), tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return part, range(length)
-    return part, share_of(length, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+    return part, shard_range(length, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
 
 
-def share_of(length: int, rank: int, size: int) -> range:
+def shard_range(length: int, rank: int, size: int) -> range:
     """Return the rows, of `length`, that `shard` gives to process `rank` of `size`."""
     # As `Shard(0)`, which splits like `torch.chunk`: ceil(length / size) rows each, fewer or none for the last.
     each = math.ceil(length / size)
     return range(min(each * rank, length), min(each * (rank + 1), length))
 
 
-def placed_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
+def place_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
     """Put a full tensor on the device of `param`, sharded in the same way.
 
     Of a lazy array no more than this process's rows are read if `param` is sharded over one mesh dimension.
@@ -148,7 +148,7 @@ def like_shard(part: Tensor, param: DTensor) -> DTensor:
 @torch.no_grad()
 def load_into(param: Tensor, full: Tensor | LazyArray) -> None:
     """Copy a full tensor into a parameter, sharded or not."""
-    local(param).copy_(local(placed_like(full, param)))
+    local(param).copy_(local(place_like(full, param)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def check_network(config: "PreTrainedConfig", num_processes: int) -> None:
                         "model.config_overrides, or the size to 1.")
 
 
-def cut_matrices(network: nn.Module, mesh: DeviceMesh) -> None:
+def split_matrices(network: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of a network's layers over the processes of a one-dimensional mesh, in place.
 
     Raises:

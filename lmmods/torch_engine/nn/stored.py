@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lmmods.core.lazy_array import LazyArray
-from lmmods.torch_engine.nn.sharding import like_shard, local_rows, share_of
+from lmmods.torch_engine.nn.sharding import like_shard, local_rows, shard_range
 
 BLOCK, NESTED_BLOCK = 64, 256  # block sizes used by bitsandbytes
 
@@ -46,7 +46,7 @@ class Kept:
         self._part = whole[self._share(torch.distributed.get_rank())].clone()  # cloned, so that the whole can be freed
 
     def _share(self, rank: int) -> slice:
-        own = share_of(self._length, rank, torch.distributed.get_world_size())
+        own = shard_range(self._length, rank, torch.distributed.get_world_size())
         return slice(own.start, own.stop)
 
     def rows(self, rows: range) -> Tensor:
@@ -141,7 +141,7 @@ class Codes:
             offset, nested)))
 
 
-def wait_for(value: Tensor | LazyArray, array: LazyArray | None, device: torch.device) -> nn.Parameter:
+def defer_weight(value: Tensor | LazyArray, array: LazyArray | None, device: torch.device) -> nn.Parameter:
     """Return a placeholder for a weight, of which this process keeps no more than its rows.
 
     Args:
@@ -153,17 +153,17 @@ def wait_for(value: Tensor | LazyArray, array: LazyArray | None, device: torch.d
         return param
     param = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=value.is_floating_point())
     if not hasattr(param, "source"):
-        let_wait(param, Kept(param.data) if array is None else Stored(array))
+        defer(param, Kept(param.data) if array is None else Stored(array))
     return param
 
 
-def let_wait(param: nn.Parameter, source: Source) -> None:
+def defer(param: nn.Parameter, source: Source) -> None:
     """Turn a parameter into a placeholder."""
     param.source = source
     param.data = _nothing(param.shape, param.dtype, param.device)
 
 
-def wait_for_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
+def defer_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
     """Return a placeholder for a 4-bit weight of a bitsandbytes layer, or of experts if `module` is None."""
     from bitsandbytes.nn import Params4bit
 
@@ -187,7 +187,7 @@ def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     param.data = _nothing(param.shape, dtype, param.device) if hasattr(param, "source") else param.data.to(dtype)
 
 
-def values_of(param: nn.Parameter) -> Tensor:
+def read_values(param: nn.Parameter) -> Tensor:
     """Return all values of a weight; a deferred one stays deferred. A collective call."""
     return param.source.whole() if hasattr(param, "source") else param
 

@@ -22,7 +22,7 @@ class Summary:
     """Sizes of a network.
 
     Args:
-        num_params: All parameters; quantised ones count unpacked, tied ones once.
+        num_params: Number of parameters; quantised ones count unpacked, tied ones once.
         dtypes: Number of parameters by storage dtype.
     """
 
@@ -37,8 +37,8 @@ def summarize(model: nn.Module) -> Summary:
     params = list(model.parameters())
     dtypes: dict[str, int] = {}
     for param in params:
-        kind = storage_name(param)
-        dtypes[kind] = dtypes.get(kind, 0) + num_elements(param)
+        dtype = storage_name(param)
+        dtypes[dtype] = dtypes.get(dtype, 0) + num_elements(param)
     return Summary(num_params=sum(num_elements(p) for p in params),
                    num_trainable=sum(num_elements(p) for p in params if p.requires_grad), dtypes=dtypes,
                    weight_bytes=sum(p.numel() * p.element_size() + _scale_bytes(p) for p in params))
@@ -67,17 +67,17 @@ def _scale_bytes(param: Tensor) -> int:
 
 
 def training_flops(model: nn.Module) -> int:
-    """Return `flops_per_token` of a network; an embedding that is only looked up does not count."""
+    """Return `flops_per_token` of a network, without an embedding that is only looked up."""
     is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     looked_up = None if is_head_too else model.get_input_embeddings().weight
     mixture = mixture_of(model.config)
 
-    def active(name: str, param: Tensor) -> int:
-        # Of experts only the share that a token is routed to computes.
-        taken = mixture is not None and ".experts." in name
-        return round(num_elements(param) * mixture.share) if taken else num_elements(param)
+    def count_active(name: str, param: Tensor) -> int:
+        # A token only uses the experts that it is routed to.
+        is_expert = mixture is not None and ".experts." in name
+        return round(num_elements(param) * mixture.share) if is_expert else num_elements(param)
 
-    counts = [(active(name, param), param.requires_grad) for name, param in model.named_parameters()
+    counts = [(count_active(name, param), param.requires_grad) for name, param in model.named_parameters()
               if param is not looked_up]
     return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
@@ -86,9 +86,9 @@ def step_memory(model: nn.Module, step: Step, num_tokens: int, device: torch.dev
     """Return the estimated memory of a training step on a device.
 
     Args:
-        step: Its parameters are counted here.
+        step: Settings of the step; parameter counts are filled in.
         num_tokens: Tokens of a micro-batch, padding included.
-        copied: Bytes of weights that the task holds outside of the network.
+        copied: Size in bytes of weights that the task keeps outside the network.
     """
     sizes, head = summarize(model), model.get_output_embeddings()
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -117,7 +117,7 @@ def planned_shape(config: "PreTrainedConfig", auto_class: str) -> NetworkShape:
             model = getattr(transformers, auto_class).from_config(config)
     except ValueError as error:
         raise UserError(f"--model: transformers has no {auto_class.removeprefix('AutoModel')} network of type "
-                        f"{config.model_type}. Choose another model, or another --task.") from error
+                        f"{config.model_type}. Use another model, or another --task.") from error
     head = model.get_output_embeddings()
     linear = [module.weight.shape for module in model.modules()
               if isinstance(module, nn.Linear | Conv1D) and module is not head]

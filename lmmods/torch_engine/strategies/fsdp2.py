@@ -15,7 +15,7 @@ from lmmods.core.optimizers import SHARDABLE
 from lmmods.runs.checkpoint import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
 from lmmods.torch_engine.nn.micro_batches import gather
-from lmmods.torch_engine.nn.sharding import is_cut, load_into, local_rows, placed_like, whole
+from lmmods.torch_engine.nn.sharding import is_sharded, load_into, local_rows, place_like, whole
 
 
 class FSDP2(ModelParallelStrategy):
@@ -86,7 +86,7 @@ class FSDP2(ModelParallelStrategy):
 
     def _store(self, tensor: Tensor) -> Tensor | Shards:
         """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
-        if self.sharded_checkpoints and is_cut(tensor):
+        if self.sharded_checkpoints and is_sharded(tensor):
             part, rows = local_rows(tensor)
             begin = (rows.start, *[0] * (tensor.ndim - 1))  # offset of the shard in the whole tensor
             return Shards(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
@@ -123,6 +123,6 @@ class FSDP2(ModelParallelStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             # Moments are sharded like their parameter; scalars (`step`) are whole everywhere.
-            state = {index: {key: placed_like(value, params[index]) if getattr(value, "ndim", 0) else value
+            state = {index: {key: place_like(value, params[index]) if getattr(value, "ndim", 0) else value
                              for key, value in values.items()} for index, values in saved["state"].items()}
             optimizer.load_state_dict({**saved, "state": state})
