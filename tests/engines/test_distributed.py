@@ -174,7 +174,7 @@ def test_processes_that_cut_rows_take_the_steps_of_one_and_pass_the_run_on(task,
 
 
 @pytest.mark.parametrize(("changes", "names"), [
-    ({"model_type": "gpt2"}, "knows no way to cut gpt2"), ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ({"model_type": "gpt2"}, "is not supported for gpt2"), ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1")])
 def test_networks_whose_matrices_no_processes_share(changes, names):
     config = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 8,

@@ -23,7 +23,7 @@ from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts
 from lmmods.torch_engine.nn.sharding import load_into, local, place_like, shard
-from lmmods.torch_engine.nn.stored import fill, read_shards, waiting
+from lmmods.torch_engine.nn.stored import fill, pop_sources, read_shards
 from tests.forks import together
 
 
@@ -169,10 +169,10 @@ def compare(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int,
         for by_parts in (False, True):
             model = network(*case, by_parts)
             model.requires_grad_(not case[1])
-            stored = waiting(model)
+            sources = pop_sources(model)
             shard(model, model.get_base_model() if case[2] else model, mesh)
-            assert bool(stored) == (by_parts and case[2] != "dora") and not [name for name in stored if "lora" in name]
-            read_shards(model, stored)
+            assert bool(sources) == (by_parts and case[2] != "dora") and not [name for name in sources if "lora" in name]
+            read_shards(model, sources)
             model.eval()
             with torch.no_grad():
                 logits = model(torch.tensor([[1, 2, 3, 4]])).logits
@@ -231,9 +231,9 @@ def count(path: str) -> None:
     is_saved = path.endswith("saved")
     model = network(path, {"frozen": True} if is_saved else NF4, "plain", 0, True)
     assert is_saved or Counting.counts == {}
-    stored = waiting(model)
+    sources = pop_sources(model)
     shard(model, model.get_base_model(), mesh)
-    read_shards(model, stored)
+    read_shards(model, sources)
     weights = load_file(Path(path) / "model.safetensors")
     for name, weight in weights.items():
         if is_saved and f"{name}.absmax" not in weights:

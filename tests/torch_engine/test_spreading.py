@@ -31,7 +31,8 @@ def test_limits_of_each_gpu(two_gpus, max_memory, limits):
 
 
 @pytest.mark.parametrize(("max_memory", "message"), [
-    ("20", "'20' is not a memory size"), ({0: "lots"}, "'lots' is not a memory size"), ({2: "20GiB"}, "device 2.*Use 0, 1"),
+    ("20", "'20' is not a memory size"), ({0: "lots"}, "'lots' is not a memory size"),
+    ({2: "20GiB"}, "device 2.*Use 0, 1"),
     ({"cpu": "20GiB"}, "device 'cpu'"), ({"disk": "20GiB"}, "device 'disk'"),
 ])
 def test_mistakes(two_gpus, max_memory, message):

@@ -1,4 +1,4 @@
-"""Build the network of a task: load or initialise it, fit it to the tokenizer, add adapters, compile it."""
+"""Build a task's network: load or initialise it, resize it to the tokenizer, add adapters, compile it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -36,9 +36,9 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
         task_type: PEFT's name of the task.
         precision: Lightning's name of the precision.
         seed: Seed of all weights that are not loaded from a file.
-        by_parts: The network will be sharded: weights that are in files or can be drawn in parts are deferred until
-            then (see `stored`).
-        frozen: Nothing trains, so that the base may be quantised, and is stored as under an adapter, without one.
+        by_parts: The network will be sharded: weights that are in files or can be initialised in parts are deferred
+            until then; see `stored`.
+        frozen: Nothing trains, so the base may be quantised and is stored as under an adapter.
         abstract: Only shapes, dtypes and structure matter: values are arbitrary and may be missing (fake tensors), no
             weights are read, and dropout masks are not computed.
 
@@ -59,14 +59,14 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     if fields.attention is None:
         say_eager(model)
     num_rows = model.get_input_embeddings().weight.shape[0]
-    # Resizing reads the old rows, so deferred values must be there.
+    # Resizing reads the old rows, so deferred values must be read first.
     if num_rows < len(data.tokenizer):
         for layer in vocabulary_layers(model):
             fill(layer)
     resize_embeddings(model, len(data.tokenizer), abstract)
     set_special_ids(model.config, data.tokenizer, is_causal)
     if fields.trains_adapter:
-        torch.manual_seed(seed)  # so that the adapter's initial values do not depend on how the base was loaded
+        torch.manual_seed(seed)  # the adapter's initial values must not depend on how the base was loaded
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         if fields.lora:
             model = add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed, abstract,
@@ -77,8 +77,8 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             fuse_adapters(model)
     elif fields.freezes:
         freeze(model, fields, tokens_to_train(data, num_rows))
-    # After the adapters, whose Dropout modules it replaces too. Checkpointing needs its contexts. Compilation is last,
-    # as it must see the network as it will run.
+    # After the adapters, to replace their Dropout modules too. Checkpointing needs its contexts. Compile last, when the
+    # network is complete.
     dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract,
                            noise=0.0 if frozen else fields.neftune_alpha or 0.0)
     if fields.gradient_checkpointing:
@@ -104,7 +104,7 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
             return auto.from_config(config, dtype=dtype, attn_implementation=fields.attention,
                                     trust_remote_code=fields.trust_remote_code)
 
-        with _sizes_checked(), attention_errors(fields.attention):
+        with _config_errors(), attention_errors(fields.attention):
             return make() if abstract else from_config(make, seed, by_parts)
     return load_pretrained(auto, fields.pretrained, overrides=overrides, revision=fields.revision,
                            trust_remote_code=fields.trust_remote_code, quantize=fields.quantize,
@@ -115,8 +115,8 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
 
 
 @contextlib.contextmanager
-def _sizes_checked() -> Iterator[None]:
-    """Turn errors of building a network from `model.config` into a UserError."""
+def _config_errors() -> Iterator[None]:
+    """Convert errors of building a network from `model.config` to UserError."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
@@ -126,20 +126,21 @@ def _sizes_checked() -> Iterator[None]:
 
 
 def freeze(model: nn.Module, fields: TaskFields, tokens: list[int]) -> None:
-    """Leave the parameters without gradient that `trainable_parameters` and `frozen_parameters` do not choose.
+    """Freeze the parameters that `trainable_parameters` and `frozen_parameters` do not select for training.
 
     Args:
-        tokens: New to the model.
+        tokens: Ids of tokens that are new to the model.
 
     Raises:
-        UserError: A pattern matches nothing, nothing trains, or a new token's embedding does not.
+        UserError: A pattern matches nothing, nothing trains, or a new token's embedding does not train.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    trained = chosen({own[0]: own for own in names.values()}, fields.trainable_parameters, fields.frozen_parameters)
-    for param, own in names.items():
-        if own[0] not in trained:
+    trained = chosen({aliases[0]: aliases for aliases in names.values()}, fields.trainable_parameters,
+                     fields.frozen_parameters)
+    for param, aliases in names.items():
+        if aliases[0] not in trained:
             param.requires_grad_(False)
     check_new_tokens(tokens, model.get_input_embeddings().weight.requires_grad)
 
@@ -155,13 +156,13 @@ def fuse_activations(model: nn.Module) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer by torch.compile; layers of one kind share their code. Raises UserError if not supported."""
+    """Compile each layer with torch.compile; equal layers share their code. Raises UserError if not supported."""
     if adapts_parameters(model):
-        raise UserError("model.compile: adapters on experts (lora.target_parameters) put new matrices into the network "
-                        "in each forward pass, and torch.compile would compile for each. Set model.compile to false.")
+        raise UserError("model.compile: adapters on experts (lora.target_parameters) create new matrices in each "
+                        "forward pass, and torch.compile would recompile for each. Set model.compile to false.")
     if packed_names(model):
-        raise UserError("model.compile: experts in 4 bits are made into matrices as they are read, which torch.compile "
-                        "does not follow. Set model.compile to false, or model.quantize to null.")
+        raise UserError("model.compile: 4-bit experts are dequantised when they are read, which torch.compile does not "
+                        "support. Set model.compile to false, or model.quantize to null.")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
@@ -173,12 +174,12 @@ def compile_layers(model: nn.Module) -> None:
 # Gradient checkpointing (Chen et al. 2016): activations are recomputed in the backward pass.
 
 def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> None:
-    """Recompute activations in the backward pass, in the non-reentrant form, which also trains adapters.
+    """Recompute activations in the backward pass, in the non-reentrant form.
 
-    The reentrant form loses the gradient of blocks whose input requires none: all of them, over a frozen embedding.
+    The reentrant form loses the gradient of blocks whose input requires none: all blocks after a frozen embedding.
 
     Args:
-        contexts: Returns two contexts at each call of a block, for its forward pass and its recomputation.
+        contexts: Returns two contexts for each call of a block: for its forward pass and for its recomputation.
 
     Raises:
         UserError: transformers does not support it for this architecture, and its blocks are not found either.
@@ -197,12 +198,12 @@ def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]
     blocks: list[nn.Module] = []
     for module in model.modules():
         # A list inside a block is part of that block.
-        inside = any(module is part for block in blocks for part in block.modules())
-        if isinstance(module, nn.ModuleList) and not inside:
+        is_nested = any(module is inner for block in blocks for inner in block.modules())
+        if isinstance(module, nn.ModuleList) and not is_nested:
             blocks += [block for block in module if not isinstance(block, nn.ModuleList)]
     if not blocks:
-        raise UserError(f"model.gradient_checkpointing: no blocks are found in {type(model).__name__} that could be "
-                        "computed anew. Set it to false.")
+        raise UserError(f"model.gradient_checkpointing: {type(model).__name__} has no blocks that can be recomputed. "
+                        "Set it to false.")
     for block in blocks:
         block.forward = _recompute(block, block.forward, contexts)
 

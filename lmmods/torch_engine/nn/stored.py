@@ -1,7 +1,7 @@
-"""Deferred weights of a network that will be sharded: each process reads or draws only its own rows.
+"""Deferred weights of a network that will be sharded: each process reads or initialises only its own rows.
 
-Until then the network has placeholders: parameters of the right shape and dtype without memory of their own, whose
-attribute `source` gives access to their values. Code that needs the values earlier calls `fill`.
+Until then the network has placeholders: parameters with shape and dtype, but without memory. Their attribute `source`
+reads their values. Code that needs the values earlier calls `fill`.
 """
 
 from typing import Protocol
@@ -39,35 +39,36 @@ class Stored:
 
 
 class Kept:
-    """Values that could only be computed as a whole: each process keeps its share in memory."""
+    """Values that can only be computed as a whole: each process keeps its rows in memory."""
 
     def __init__(self, whole: Tensor):
         self._length = whole.shape[0]
-        self._part = whole[self._share(torch.distributed.get_rank())].clone()  # cloned, so that the whole can be freed
+        # A copy, so that the whole can be freed.
+        self._values = whole[self._rows_of(torch.distributed.get_rank())].clone()
 
-    def _share(self, rank: int) -> slice:
-        own = shard_range(self._length, rank, torch.distributed.get_world_size())
-        return slice(own.start, own.stop)
+    def _rows_of(self, rank: int) -> slice:
+        rows = shard_range(self._length, rank, torch.distributed.get_world_size())
+        return slice(rows.start, rows.stop)
 
     def rows(self, rows: range) -> Tensor:
-        return self._part
+        return self._values
 
     def whole(self) -> Tensor:
-        found = self._part.new_zeros(self._length, *self._part.shape[1:])
-        # One broadcast per process, as shares may differ in length.
+        result = self._values.new_zeros(self._length, *self._values.shape[1:])
+        # One broadcast per process, as their numbers of rows may differ.
         for rank in range(torch.distributed.get_world_size()):
-            own = self._share(rank)
-            part = self._part if rank == torch.distributed.get_rank() else torch.empty_like(found[own])
-            torch.distributed.broadcast(part, rank)
-            found[own] = part
-        return found
+            rows = self._rows_of(rank)
+            values = self._values if rank == torch.distributed.get_rank() else torch.empty_like(result[rows])
+            torch.distributed.broadcast(values, rank)
+            result[rows] = values
+        return result
 
 
 class Codes:
     """4-bit codes of values in a file, bit-identical to those of bitsandbytes.
 
-    Blocks are independent of each other. The scales are quantised together, so each process computes those of its rows
-    and receives the others.
+    Blocks are independent. The scales are quantised together, so each process computes the scales of its rows and
+    receives the others.
 
     Args:
         matrix: [out, in], or stacked matrices [E, ...], which bitsandbytes treats as one flat array.
@@ -92,7 +93,7 @@ class Codes:
 
     def rows(self, rows: range) -> Tensor:
         codes, scales = self._quantize(rows)
-        # Scales are not negative, and 0 where a process has no rows: their maximum is the union.
+        # Scales are at least 0, and 0 outside a process's rows, so their maximum is the union.
         torch.distributed.all_reduce(scales, torch.distributed.ReduceOp.MAX)
         self._complete(scales)
         return codes
@@ -108,7 +109,7 @@ class Codes:
 
         width, size = BLOCK // 2, self.storage.itemsize  # in bytes
         scales = torch.zeros(-(-self._matrix.size // BLOCK), device=self.device)
-        # A process without rows still takes part in the reduction in `rows`, with zeros.
+        # A process without rows still takes part in the reduction of `rows`, with zeros.
         if not rows:
             return torch.empty(0, 1, dtype=self.storage, device=self.device), scales
         # Blocks that overlap these rows, quantised in full: a block's scale depends on all of its 64 values.
@@ -116,16 +117,16 @@ class Codes:
         packed, state = quantize_4bit(self._flat(first * BLOCK, min(last * BLOCK, self._matrix.size)).to(self.device),
                                       quant_type=self.state.quant_type)
         scales[first:last] = state.absmax
-        # Of the packed bytes only those of these rows; the first block may begin before them.
-        own = packed.view(-1)[rows.start * size - first * width:rows.stop * size - first * width]
-        return own.clone().view(self.storage).unsqueeze(1), scales
+        # Keep only the bytes of these rows; the first block may start before them.
+        row_bytes = packed.view(-1)[rows.start * size - first * width:rows.stop * size - first * width]
+        return row_bytes.clone().view(self.storage).unsqueeze(1), scales
 
     def _flat(self, first: int, last: int) -> Tensor:
         # Values `first` to `last` of the flattened matrix, read as the rows of the matrix that contain them.
         length = self._matrix.shape[1]
-        begin = first // length
-        found = self._matrix.over_first(slice(begin, -(-last // length))).reshape(-1)
-        return found[first - begin * length:last - begin * length]
+        first_row = first // length
+        values = self._matrix.over_first(slice(first_row, -(-last // length))).reshape(-1)
+        return values[first - first_row * length:last - first_row * length]
 
     def _complete(self, scales: Tensor) -> None:
         from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
@@ -135,20 +136,20 @@ class Codes:
         if self.double:
             offset = scales.mean()
             scales, nested = quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
-        # In place, as layers and parameters already refer to this state.
+        # In place, as layers and parameters refer to this state.
         vars(state).update(vars(QuantState(
             scales, state.shape, get_4bit_type(state.quant_type, self.device), BLOCK, state.quant_type, state.dtype,
             offset, nested)))
 
 
 def defer_weight(value: Tensor | LazyArray, array: LazyArray | None, device: torch.device) -> nn.Parameter:
-    """Return a placeholder for a weight, of which this process keeps no more than its rows.
+    """Return a placeholder for a weight; this process keeps at most its own rows.
 
     Args:
-        array: The values, if not `value` itself.
+        array: The values. Default: `value`.
     """
     if isinstance(value, LazyArray):
-        param = nn.Parameter(_nothing(value.shape, value.dtype, device), requires_grad=value.dtype.is_floating_point)
+        param = nn.Parameter(_empty(value.shape, value.dtype, device), requires_grad=value.dtype.is_floating_point)
         param.source = Stored(value)
         return param
     param = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=value.is_floating_point())
@@ -160,7 +161,7 @@ def defer_weight(value: Tensor | LazyArray, array: LazyArray | None, device: tor
 def defer(param: nn.Parameter, source: Source) -> None:
     """Turn a parameter into a placeholder."""
     param.source = source
-    param.data = _nothing(param.shape, param.dtype, param.device)
+    param.data = _empty(param.shape, param.dtype, param.device)
 
 
 def defer_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
@@ -168,7 +169,7 @@ def defer_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
     state = codes.state
-    param = Params4bit(_nothing(codes.shape, codes.storage, codes.device), quant_state=state, blocksize=BLOCK,
+    param = Params4bit(_empty(codes.shape, codes.storage, codes.device), quant_state=state, blocksize=BLOCK,
                        compress_statistics=codes.double, quant_type=state.quant_type, quant_storage=codes.storage,
                        module=module, bnb_quantized=True)
     if module is not None:
@@ -177,14 +178,14 @@ def defer_codes(codes: Codes, module: nn.Module | None) -> nn.Parameter:
     return param
 
 
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without memory of its own: one NaN (0 for integers), expanded, so that misuse is visible."""
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without memory: one NaN (0 for integers), expanded, so that misuse is visible."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
 
 
 def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     """Change the dtype of a weight, deferred or not."""
-    param.data = _nothing(param.shape, dtype, param.device) if hasattr(param, "source") else param.data.to(dtype)
+    param.data = _empty(param.shape, dtype, param.device) if hasattr(param, "source") else param.data.to(dtype)
 
 
 def read_values(param: nn.Parameter) -> Tensor:
@@ -193,48 +194,48 @@ def read_values(param: nn.Parameter) -> Tensor:
 
 
 def fill(module: nn.Module | None) -> bool:
-    """Read all deferred weights of a module on every process; True if there were any. A collective call."""
-    found = [param for param in module.parameters() if hasattr(param, "source")] if module is not None else []
-    for param in found:
+    """Read all deferred weights of a module on every process; return True if there are any. A collective call."""
+    deferred = [param for param in module.parameters() if hasattr(param, "source")] if module is not None else []
+    for param in deferred:
         param.data = param.source.whole().to(param.device, param.dtype)
-        del param.source  # an ordinary parameter from here on
-    return bool(found)
+        del param.source  # now an ordinary parameter
+    return bool(deferred)
 
 
-def waiting(model: nn.Module) -> dict[str, Source]:
-    """Return the sources of the deferred weights by name, and move these to the meta device, ready to be sharded."""
-    found = {name: param.source for name, param in model.named_parameters() if hasattr(param, "source")}
-    for param, places in _places(model).items():
+def pop_sources(model: nn.Module) -> dict[str, Source]:
+    """Return the sources of the deferred weights by name, and move the weights to the meta device for sharding."""
+    sources = {name: param.source for name, param in model.named_parameters() if hasattr(param, "source")}
+    for param, owners in _owners(model).items():
         if hasattr(param, "source"):
-            # All modules that hold a tied parameter get the same new one, so that it stays tied.
-            _put(places, torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
-    return found
+            # All modules with a tied parameter get the same new one, so that it stays tied.
+            _assign(owners, torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
+    return sources
 
 
 @torch.no_grad()
 def read_shards(model: nn.Module, sources: dict[str, Source]) -> None:
-    """Read this process's shards of the weights that `waiting` returned; the network is sharded by now.
+    """Read this process's shards of the weights from `pop_sources`; the network is already sharded.
 
     Empties `sources`, so that each source is freed once it has been read.
     """
-    params, places = dict(model.named_parameters()), _places(model)
+    params, owners = dict(model.named_parameters()), _owners(model)
     for name in list(sources):
         param, source = params[name], sources.pop(name)
         # In the same order on all processes, as some sources are collective.
-        part = source.rows(local_rows(param)[1]).to(param.dtype)
-        _put(places[param], like_shard(part, param), param.requires_grad)
+        values = source.rows(local_rows(param)[1]).to(param.dtype)
+        _assign(owners[param], like_shard(values, param), param.requires_grad)
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map each parameter to the modules that hold it and its name there; a tied one has several."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Map each parameter to its modules and its names in them; a tied parameter has several."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(param, []).append((module, name))
-    return places
+            owners.setdefault(param, []).append((module, name))
+    return owners
 
 
-def _put(places: list[tuple[nn.Module, str]], value: Tensor, trains: bool) -> None:
-    param = nn.Parameter(value, requires_grad=trains)
-    for module, name in places:
+def _assign(owners: list[tuple[nn.Module, str]], value: Tensor, requires_grad: bool) -> None:
+    param = nn.Parameter(value, requires_grad=requires_grad)
+    for module, name in owners:
         setattr(module, name, param)

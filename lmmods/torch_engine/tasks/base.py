@@ -52,7 +52,7 @@ from lmmods.torch_engine.nn.optim import (
     recipe_lr,
     total_norm,
 )
-from lmmods.torch_engine.nn.stored import read_shards, waiting
+from lmmods.torch_engine.nn.stored import pop_sources, read_shards
 
 
 class TaskModule(TaskFields, L.LightningModule, ABC):
@@ -136,9 +136,9 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             self.context_parallel = ContextParallel.over(self.model, self.device_mesh, num_parts, self.built_for,
                                                          one_document)
         # Shard the network without values, then fill it, so that each process reads only its own rows.
-        stored = waiting(self.model)
+        sources = pop_sources(self.model)
         sharding.shard(self, self.model, self.device_mesh, self.teacher_model)
-        read_shards(self.model, stored)
+        read_shards(self.model, sources)
 
     def prepare_model(self) -> None:
         """Run the network to prepare the rest of the task, such as its head."""
