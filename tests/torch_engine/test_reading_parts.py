@@ -171,7 +171,8 @@ def compare(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int,
             model.requires_grad_(not case[1])
             sources = pop_sources(model)
             shard(model, model.get_base_model() if case[2] else model, mesh)
-            assert bool(sources) == (by_parts and case[2] != "dora") and not [name for name in sources if "lora" in name]
+            assert bool(sources) == (by_parts and case[2] != "dora")
+            assert not [name for name in sources if "lora" in name]
             read_shards(model, sources)
             model.eval()
             with torch.no_grad():

@@ -219,8 +219,8 @@ def test_a_module_that_trains_in_full_is_planned(planner, llama_folder):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"on": "v5e-8"}, "no TPU.*--engine jax"),
     ({"strategy": DeepSpeed()}, "trainer.strategy DeepSpeed cannot be planned"),
-    ({"strategy": FSDP2(context_parallel_size=3), "on": "8xH100"}, "context_parallel_size 3 must be a number that div"),
-    ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size 2 must be a number that divides"),
+    ({"strategy": FSDP2(context_parallel_size=3), "on": "8xH100"}, "context_parallel_size 3 must divide the number"),
+    ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size 2 must divide the number"),
     ({"quantize": "int8", "lora": LoRA()}, "model.quantize int8 cannot be planned"),
     ({"quantize": "nf4", "lora": LoRA(dora=True)}, "model.lora.dora with model.quantize cannot be planned"),
     ({"precision": "64-true"}, "trainer.precision 64-true cannot be planned")])

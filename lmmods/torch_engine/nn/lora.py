@@ -61,35 +61,35 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         task_type: PEFT's name of the task, by which its own loaders choose the model class.
         seed: Seed of the adapter's initial values.
         abstract: Leave the adapter's values arbitrary.
-        principal: Gives the first A and B; by default one that splits the weights of `model` as they are, if `settings`
-            say so.
+        principal: Provides the initial A and B. Default: if `settings` ask for it, one that splits the weights of
+            `model`.
     """
     from peft import LoraConfig, get_peft_model
 
     heads = head_modules(model) if has_new_head(model) else []
-    # Check targets and modules by name before PEFT changes the model, so that errors name keys of the recipe.
+    # Check targets and modules by name before PEFT changes the model, so that errors name recipe keys.
     linear, in_heads = adaptable(model)
     has_experts = mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
     packed = packed_names(model)
     if settings.dora and fill(model):
-        say("Base: each process reads all of it, as DoRA starts from the norms of its rows.")
+        say("Base: each process reads all weights, as DoRA starts from the norms of their rows.")
     for name in sorted(in_full):
-        if any(own.startswith(f"{name}.") for own in packed):
+        if any(parameter_name.startswith(f"{name}.") for parameter_name in packed):
             raise UserError(quantised_in_full(name, "4 bits"))
         module = model.get_submodule(name)
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and not layer.weight.is_floating_point():
-                kind = "int8" if layer.weight.dtype == torch.int8 else "4 bits"
-                raise UserError(quantised_in_full(name, kind))
+                storage = "int8" if layer.weight.dtype == torch.int8 else "4 bits"
+                raise UserError(quantised_in_full(name, storage))
         fill(module)  # PEFT copies its values
     stacked = [name for name, parameter in model.named_parameters() if is_stacked(name, parameter)]
     adapted_parameters(settings, [*packed, *stacked], in_full)
-    if task_type == "QUESTION_ANS":  # layers before the last one may come from another head in the files
+    if task_type == "QUESTION_ANS":  # in the files, earlier layers may belong to another head
         heads = in_heads = [name for name in ANSWER_HEADS if hasattr(model, name)]
     targets = [settings.targets] if isinstance(settings.targets, str) else settings.targets
-    if "all-linear" in targets and has_experts:  # PEFT's "all-linear" would include them and their router
+    if "all-linear" in targets and has_experts:  # PEFT's "all-linear" would include experts and their router
         targets = sorted({name.rsplit(".", 1)[-1] for name in adapted})
     config = LoraConfig(
         r=settings.rank,
@@ -109,17 +109,17 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     untied = sorted(name for name in in_full if model.get_submodule(name) in layers)
     if untied and getattr(model.config, "tie_word_embeddings", False):
         say(f"lora.modules_to_save: {' and '.join(untied)}: the base ties its embedding to its output layer. The "
-            "adapter trains its own copy, so that they differ afterwards.")
+            "adapter trains a separate copy, so they will differ.")
     with use_placeholders(model), ignore_tying_warning():
         # PEFT would cast an adapter in half precision to float32; `_cast_trainable` sets the dtype instead.
         wrapped = _wrap_outline(model, config) if abstract else get_peft_model(model, config,
                                                                                autocast_adapter_dtype=False)
-    # PEFT may move targets there, for model types whose experts used to be modules of these names.
-    if found := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
-        raise UserError(f"lora.targets: PEFT takes {', '.join(targets)} of a {model.config.model_type} for adapters on "
-                        f"its experts or their router ({', '.join(sorted(found))}). Name layers of the attention.")
+    # PEFT may add experts to the targets, for model types whose experts were modules with these names.
+    if moved := set(config.target_parameters or ()) - set(settings.target_parameters or ()):
+        raise UserError(f"lora.targets: for a {model.config.model_type}, PEFT adapts experts or their router "
+                        f"({', '.join(sorted(moved))}) for {', '.join(targets)}. Use attention layers.")
     wrapped = _cast_trainable(wrapped, dtype)
-    # PEFT drew from torch's generator. Draw again from a stream per parameter, the same in any process and order.
+    # PEFT used torch's generator. Initialise again with a random stream per parameter, equal on all processes.
     if not abstract:
         init_adapter(wrapped, seed)
         if settings.is_principal:
@@ -151,7 +151,7 @@ def continue_adapter(model: nn.Module, folder: str, dtype: torch.dtype, drops: b
         abstract: As in `load_adapter`.
 
     Raises:
-        UserError: The folder holds no adapter, or one that does not fit the model.
+        UserError: The folder has no adapter, or an adapter that does not fit the model.
     """
     check_rows(folder, model.get_input_embeddings().weight.shape[0])
     if has_new_head(model):
@@ -170,18 +170,18 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
         abstract: Leave the adapter's values arbitrary: its weights are not read.
 
     Raises:
-        UserError: The folder holds no adapter, or one that does not fit the model.
+        UserError: The folder has no adapter, or an adapter that does not fit the model.
     """
     from peft import PeftConfig, PeftModel, PeftType
 
-    kind = adapter_config(folder, key)["peft_type"]
-    if kind not in PeftType.__members__:
-        raise does_not_fit(folder, f"PEFT has no adapters of peft_type {kind}.", key)
+    adapter_type = adapter_config(folder, key)["peft_type"]
+    if adapter_type not in PeftType.__members__:
+        raise does_not_fit(folder, f"PEFT does not support peft_type {adapter_type}.", key)
     adapter_weights(folder, key)
     with fitting_adapter(folder, key):
         config = PeftConfig.from_pretrained(folder)
         if not _is_plain(config) and fill(model):
-            say(f"Base: each process reads all of it, which the adapter in {folder} may need.")
+            say(f"Base: each process reads all weights, as the adapter in {folder} may need them.")
         if not drops and hasattr(config, "lora_dropout"):
             config.lora_dropout = 0.0
         with use_placeholders(model), ignore_tying_warning():
@@ -191,7 +191,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
             with _all_loaded(model, folder, key):
                 wrapped = PeftModel.from_pretrained(model, folder, is_trainable=trains, config=config,
                                                     autocast_adapter_dtype=not trains)
-    # One that diverged in training loads without an error and gives NaN.
+    # An adapter that diverged in training loads without error and computes NaN.
     for name, parameter in wrapped.named_parameters():
         if ".default" in name and not parameter.isfinite().all():
             raise does_not_fit(folder, no_numbers(saved_name(name)), key)
@@ -200,14 +200,14 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
 
 @contextmanager
 def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None]:
-    """Raise UserError if PEFT loads only part of an adapter: it would initialise the rest randomly and continue."""
+    """Raise UserError if PEFT loads only part of an adapter: it would initialise the rest randomly."""
     missing, extra = [], []
 
-    def note(_: nn.Module, found: Any) -> None:
+    def note(_: nn.Module, incompatible: Any) -> None:
         # The base's own weights are always missing in an adapter's files.
-        missing.extend(name for name in found.missing_keys
+        missing.extend(name for name in incompatible.missing_keys
                        if re.search(r"\.lora_\w+\.default\b|\.modules_to_save\.default\.", name))
-        extra.extend(found.unexpected_keys)
+        extra.extend(incompatible.unexpected_keys)
 
     handle = model.register_load_state_dict_post_hook(note)
     try:
@@ -263,16 +263,16 @@ def fuse_adapters(model: nn.Module) -> None:
     other than plain and quantised linear layers), and in decoding, for which bitsandbytes has kernels. Reports which
     layers cannot be fused, and why.
     """
-    slower: dict[str, list[str]] = defaultdict(list)
+    unfused: dict[str, list[str]] = defaultdict(list)
     layers = lora_layers(model)
     for name, layer in layers:
-        if obstacle := _unsupported_reason(layer):
-            slower[obstacle].append(name.rpartition(".")[2])
+        if reason := _unsupported_reason(layer):
+            unfused[reason].append(name.rpartition(".")[2])
         if is_lora_of_linear(layer) and _is_linear(layer.base_layer):
             layer.forward = partial(_forward, layer)
-    for obstacle, names in slower.items():
-        say(f"LoRA: {len(names)} of {len(layers)} adapted layers ({', '.join(dict.fromkeys(names))}) are computed "
-            f"apart from their adapters, which is slower: {obstacle}.")
+    for reason, names in unfused.items():
+        say(f"LoRA: {len(names)} of {len(layers)} adapted layers ({', '.join(dict.fromkeys(names))}) are not fused "
+            f"with their adapters and run slower: {reason}.")
 
 
 def _is_linear(base: nn.Module) -> bool:
@@ -284,24 +284,24 @@ def _unsupported_reason(layer: nn.Module) -> str | None:
     if not is_lora_of_linear(layer) or not _is_linear(layer.base_layer):
         return f"they are {type(layer.base_layer).__name__}, neither plain nor quantised linear layers"
     if has_variant(layer):
-        return "DoRA scales what comes out of both"
-    return None if _plain_layer(layer) else "their biases train"
+        return "DoRA scales the sum of both outputs"
+    return None if _is_fusible(layer) else "their biases train"
 
 
 def _forward(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Map features [..., in] to [..., out] in the compute dtype."""
     dtype = _compute_dtype(layer.base_layer, x)
     # One position per row is decoding, for which bitsandbytes has its own kernels.
-    if args or kwargs or dtype is None or x.shape[-2] == 1 or not _plain_layer(layer):
+    if args or kwargs or dtype is None or x.shape[-2] == 1 or not _is_fusible(layer):
         return type(layer).forward(layer, x, *args, **kwargs)
     [name] = layer.active_adapters
     dropped = layer.lora_dropout[name](x)  # x itself if nothing is dropped
-    found = _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
-                                  layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
-    return found.view(*x.shape[:-1], -1)  # not a view made inside the function: some networks modify it in place
+    output = _AdaptedProduct.apply(x, None if dropped is x else dropped, layer.lora_A[name].weight,
+                                   layer.lora_B[name].weight, layer.scaling[name], layer.base_layer, dtype)
+    return output.view(*x.shape[:-1], -1)  # not a view made inside the function: some networks modify it in place
 
 
-def _plain_layer(layer: nn.Module) -> bool:
+def _is_fusible(layer: nn.Module) -> bool:
     if layer.disable_adapters or layer.merged or has_variant(layer) or len(layer.active_adapters) != 1:
         return False
     name, base = layer.active_adapters[0], layer.base_layer
@@ -309,8 +309,8 @@ def _plain_layer(layer: nn.Module) -> bool:
         return False
     if base.bias is not None and base.bias.requires_grad:
         return False
-    parts = (base, layer.lora_A[name], layer.lora_B[name])
-    return not any(map(has_forward_hooks, parts))
+    modules = (base, layer.lora_A[name], layer.lora_B[name])
+    return not any(map(has_forward_hooks, modules))
 
 
 def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
@@ -319,8 +319,8 @@ def _compute_dtype(base: nn.Module, x: Tensor) -> torch.dtype | None:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     # 8-bit layers compute in the dtype of x, 4-bit ones in their `compute_dtype`, plain ones in that of the weight.
-    stored = x.dtype if is_8bit(base) else getattr(base, "compute_dtype", None) or base.weight.dtype
-    return x.dtype if stored == x.dtype else None
+    layer_dtype = x.dtype if is_8bit(base) else getattr(base, "compute_dtype", None) or base.weight.dtype
+    return x.dtype if layer_dtype == x.dtype else None
 
 
 def _matrix(base: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -334,11 +334,11 @@ _last_cast: tuple[weakref.ref, int, Tensor] | None = None
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`. Layers that read the same features, such as the three of an attention, share one cast."""
+    """Return x in `dtype`. Layers with the same input, such as q, k and v of attention, share one cast."""
     global _last_cast
     if x.dtype == dtype:
         return x
-    if x.is_inference():  # its changes are not counted, so that a cast may be of old values
+    if x.is_inference():  # its changes are not counted, so a cached cast may be stale
         return x.to(dtype)
     if _last_cast is not None:
         source, version, result = _last_cast
@@ -356,25 +356,25 @@ class _AdaptedProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scaling: float, base: nn.Module,
                 dtype: torch.dtype) -> Tensor:
         flat = _in_dtype(x, dtype).reshape(-1, x.shape[-1])  # [N, in]
-        into = flat if dropped is None else dropped.reshape(flat.shape).to(dtype)
+        adapter_input = flat if dropped is None else dropped.reshape(flat.shape).to(dtype)
         low_a, low_b = a.to(dtype), b.to(dtype)
-        inner = into @ low_a.t()  # [N, r]
+        inner = adapter_input @ low_a.t()  # [N, r]
         bias = None if base.bias is None else base.bias.to(dtype)
         # In place on the base's output [N, out]: no copy of it, and no pass to scale and add.
         result = F.linear(flat, _matrix(base, dtype), bias).addmm_(inner, low_b.t(), alpha=scaling)
         # The base's matrix is not saved: a quantised one would then stay in memory in full.
-        ctx.save_for_backward(into, inner, low_a, low_b)
+        ctx.save_for_backward(adapter_input, inner, low_a, low_b)
         ctx.base, ctx.scaling, ctx.types = base, scaling, (x.dtype, a.dtype, b.dtype)
         ctx.shape = x.shape[:-1]
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        into, inner, a, b = ctx.saved_tensors
+        adapter_input, inner, a, b = ctx.saved_tensors
         shape, (dtype_x, dtype_a, dtype_b) = ctx.shape, ctx.types
         grad_inner = (grad @ b).mul_(ctx.scaling)  # [N, out] [out, r] -> [N, r]
         grad_b = (grad.t() @ inner).to(dtype_b).mul_(ctx.scaling)
-        grad_a = (grad_inner.t() @ into).to(dtype_a)
+        grad_a = (grad_inner.t() @ adapter_input).to(dtype_a)
         # The adapter's part of the gradient goes through dropout if there is any, else straight into that of x.
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:

@@ -32,7 +32,7 @@ class DeepSpeed(DDPStrategy):
         offload_optimizer: Keep optimiser state in host memory and update it there.
         offload_parameters: Keep parameter shards in host memory; stage 3 only.
         persistence_threshold: In stage 3, parameters with at most this many elements are never sharded.
-        process_group_backend: `nccl` or `gloo`; null takes the device's default.
+        process_group_backend: `nccl` or `gloo`. Default: the device's backend.
     """
 
     def __init__(self, stage: Literal[2, 3] = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
@@ -44,10 +44,10 @@ class DeepSpeed(DDPStrategy):
     def check(self) -> None:
         """Raise UserError if deepspeed is not installed or the options exclude each other."""
         if importlib.util.find_spec("deepspeed") is None:
-            raise UserError("trainer.strategy: DeepSpeed needs the deepspeed package: pip install -e .[deepspeed]. "
-                            "Without it, fsdp shards parameters, gradients and optimiser state too.")
+            raise UserError("trainer.strategy: DeepSpeed needs the deepspeed package. Install it with pip install -e "
+                            ".[deepspeed], or use fsdp, which also shards parameters, gradients and optimiser state.")
         if self.offload_parameters and self.stage != 3:
-            raise UserError("trainer.strategy: DeepSpeed's offload_parameters needs stage 3.")
+            raise UserError("trainer.strategy: DeepSpeed's offload_parameters needs stage 3. Set stage to 3.")
 
     def check_run(self, module: L.LightningModule) -> None:
         """Raise UserError for settings under which ZeRO's steps would not be exact."""
@@ -56,20 +56,21 @@ class DeepSpeed(DDPStrategy):
             raise UserError(f"model.quantize {module.quantize}: ZeRO stage 3 cannot shard packed weights. "
                             "Set trainer.strategy to fsdp, or the stage to 2.")
         if module.quantize == "int8":
-            raise UserError("model.quantize int8 does not go with DeepSpeed: use nf4, or strategy ddp.")
+            raise UserError("model.quantize int8 cannot be combined with DeepSpeed. Use nf4, or strategy ddp.")
         if getattr(module, "teacher", None) is not None:
-            raise UserError("model.teacher does not go with DeepSpeed, which takes all networks of a task for the one "
-                            "in training. Use strategy fsdp or ddp.")
+            raise UserError("model.teacher cannot be combined with DeepSpeed, which would also train the teacher. Use "
+                            "strategy fsdp or ddp.")
         if name not in SHARDABLE:
-            raise UserError(f"optimizer.name {name} does not go with DeepSpeed, which hands the optimiser one flat "
-                            f"vector instead of the parameters. Use {' or '.join(SHARDABLE)}, or strategy ddp.")
+            raise UserError(f"optimizer.name {name} cannot be combined with DeepSpeed, which passes the optimiser one "
+                            f"flat vector instead of the parameters. Use {' or '.join(SHARDABLE)}, or strategy ddp.")
         if module.optimizer.ema_decay is not None:
-            raise UserError("optimizer.ema_decay does not go with DeepSpeed, which hands the optimiser one flat vector "
-                            "instead of the parameters. Set it to null, or use strategy ddp or fsdp.")
+            raise UserError("optimizer.ema_decay cannot be combined with DeepSpeed, which passes the optimiser one "
+                            "flat vector instead of the parameters. Set it to null, or use strategy ddp or fsdp.")
         if trainer.precision == "16-mixed":
-            raise UserError("trainer.precision 16-mixed does not go with DeepSpeed: use bf16-mixed, or strategy ddp.")
+            raise UserError("trainer.precision 16-mixed cannot be combined with DeepSpeed. Use bf16-mixed, or "
+                            "strategy ddp.")
         if trainer.gradient_clip_algorithm == "value":
-            raise UserError("trainer.gradient_clip_algorithm value does not go with DeepSpeed, which clips by norm.")
+            raise UserError("trainer.gradient_clip_algorithm value cannot be combined with DeepSpeed. Set it to norm.")
 
     # Set-up ----------------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class DeepSpeed(DDPStrategy):
 
     def _start_engine(self, module: L.LightningModule, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list]:
         if self.root_device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed looks for a GPU otherwise
+            os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise deepspeed looks for a GPU
         import deepspeed
 
         # Remembered, as deepspeed replaces the parameters in the groups by flat vectors.
@@ -96,7 +97,7 @@ class DeepSpeed(DDPStrategy):
         deepspeed.init_distributed(self.process_group_backend, dist_init_required=False)
         engine, zero, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=self._config(),
                                                   model_parameters=sum(self._groups, []), dist_init_required=False)
-        if self.stage == 3:  # the loss uses the output head outside its own forward, where ZeRO would not gather it
+        if self.stage == 3:  # the loss uses the output head outside its forward, where ZeRO would not gather it
             for param in outside_blocks(module.model):
                 deepspeed.zero.register_external_parameter(module, param)
         return engine, [zero]
@@ -124,7 +125,7 @@ class DeepSpeed(DDPStrategy):
     # Training --------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Not inside the engine, which takes one forward pass before each backward pass: see `run_forward`."""
+        """Call the module outside the engine, which needs one forward pass per backward pass; see `run_forward`."""
         return self.lightning_module.training_step(*args, **kwargs)
 
     def run_forward(self, *args: Any) -> Any:
@@ -137,7 +138,7 @@ class DeepSpeed(DDPStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def block_backward_sync(self) -> AbstractContextManager:
-        return nullcontext()  # each micro-batch's gradient is reduced to shards at once, so DDP's no_sync is not used
+        return nullcontext()  # each micro-batch's gradient is reduced to shards at once, so there is no sync to block
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> None:
         """Clip and update; deepspeed averages the gradients over processes, as DDP does."""
@@ -151,11 +152,11 @@ class DeepSpeed(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: self._kept(safe_get_full_fp32_param(param))
+        return {name: self._on_writer(safe_get_full_fp32_param(param))
                 for name, param in self.lightning_module.trainable().items()}
 
-    def _kept(self, full: Tensor) -> Tensor:
-        """Return a whole tensor on the process that writes the checkpoint, an empty one on the others."""
+    def _on_writer(self, full: Tensor) -> Tensor:
+        """Return a whole tensor on the process that writes the checkpoint, and an empty one on the others."""
         return full.cpu() if self.is_global_zero else full.new_empty(0)
 
     def _link_states(self, zero: Any) -> None:
@@ -163,18 +164,18 @@ class DeepSpeed(DDPStrategy):
             link_states(zero, self._groups)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the `state_dict()` that torch's optimiser would have if it held the parameters themselves."""
+        """Return the `state_dict()` that torch's optimiser would have for the parameters themselves."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         zero = self.model.optimizer
         self._link_states(zero)
         vector = flat_vectors(zero, self.stage)[0]
         values = zero.optimizer.state[vector]
-        # Moments have an element per parameter; the rest (`step`) is equal for all parameters of the vector.
+        # Moments have an element per weight; the rest (`step`) is equal for all parameters of the vector.
         sharded = [key for key, value in values.items() if torch.is_tensor(value) and value.shape == vector.shape]
         rest = {key: value for key, value in values.items() if key not in sharded}
         state = {index: copy.deepcopy(rest)
-                 | {key: self._kept(safe_get_full_optimizer_state(param, key)) for key in sharded}
+                 | {key: self._on_writer(safe_get_full_optimizer_state(param, key)) for key in sharded}
                  for index, param in enumerate(sum(self._groups, []))}
         indices = iter(range(len(state)))
         groups = [{**group, "params": [next(indices) for _ in params]}
@@ -199,8 +200,8 @@ class DeepSpeed(DDPStrategy):
             self._set(param, checkpoint["state_dict"][names[param]], None)
             for key in sharded:
                 self._set(param, saved["state"][index][key], key)
-        for group, before in zip(zero.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in before.items() if key != "params"})
+        for group, saved_group in zip(zero.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
 
     def _set(self, param: Tensor, full: Tensor, key: str | None) -> None:
         """Set the float32 copy of a parameter, or `key` of its optimiser state, from the whole tensor."""
@@ -211,7 +212,7 @@ class DeepSpeed(DDPStrategy):
             setters = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
         else:
             setters = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
-            # In stage 3 a process holds one part of the flattened and padded parameter.
+            # In stage 3 a process has one part of the flattened and padded parameter.
             size = shard_size(param)
             full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
             full = full.narrow(0, size * self.global_rank, size)

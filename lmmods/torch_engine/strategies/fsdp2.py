@@ -24,13 +24,13 @@ class FSDP2(ModelParallelStrategy):
     Checkpoints are the same as those of one process: a run can be resumed with any strategy on any number of processes.
 
     Args:
-        sharded_checkpoints: Each process writes its own shard of the checkpoint while training continues, instead of
-            the first one gathering and writing everything. All processes must share the folder's file system.
-        process_group_backend: `nccl` or `gloo`; null takes the device's default.
-        tensor_parallel_size: Processes that compute each micro-batch together, each with a part of the matrices of
-            every layer (see `nn.sharding`).
-        context_parallel_size: Processes that compute each micro-batch together, each with some of the positions of
-            every row (see `nn.context_parallel`).
+        sharded_checkpoints: Each process writes its own shard of the checkpoint while training continues. By default
+            the first process gathers and writes everything. All processes must share the folder's file system.
+        process_group_backend: `nccl` or `gloo`. Default: the device's backend.
+        tensor_parallel_size: Number of processes that compute each micro-batch together, each with a part of every
+            layer's matrices; see `nn.sharding`.
+        context_parallel_size: Number of processes that compute each micro-batch together, each with some positions of
+            every row; see `nn.context_parallel`.
     """
 
     def __init__(self, sharded_checkpoints: bool = False, process_group_backend: str | None = None,
@@ -44,38 +44,38 @@ class FSDP2(ModelParallelStrategy):
     def check_run(self, module: L.LightningModule) -> None:
         """Raise UserError for settings that do not work with sharded parameters."""
         if module.quantize == "int8":
-            raise UserError("model.quantize int8 does not go with strategy fsdp, which cannot shard its scales: use "
-                            "nf4 or fp4, or strategy ddp.")
+            raise UserError("model.quantize int8 cannot be combined with strategy fsdp, which cannot shard its scales. "
+                            "Use nf4 or fp4, or strategy ddp.")
         teacher = getattr(module, "teacher", None)
         if teacher is not None and teacher.quantize == "int8":
-            raise UserError("model.teacher.quantize int8 does not go with strategy fsdp, which cannot shard its "
-                            "scales: use nf4 or fp4, or strategy ddp.")
+            raise UserError("model.teacher.quantize int8 cannot be combined with strategy fsdp, which cannot shard its "
+                            "scales. Use nf4 or fp4, or strategy ddp.")
         if module.optimizer.name not in SHARDABLE:
-            raise UserError(f"optimizer.name {module.optimizer.name} does not go with strategy fsdp, whose "
-                            f"parameters are sharded over processes: use {' or '.join(SHARDABLE)}, or strategy ddp.")
+            raise UserError(f"optimizer.name {module.optimizer.name} cannot be combined with strategy fsdp, which "
+                            f"shards parameters. Use {' or '.join(SHARDABLE)}, or strategy ddp.")
         sizes = {"tensor_parallel_size": self.tensor_parallel_size, "context_parallel_size": self.context_parallel_size}
         num_processes = self.num_nodes * self.num_processes
         if min(sizes.values()) < 1 or num_processes % math.prod(sizes.values()):
-            asked = " × ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
-            raise UserError(f"trainer.strategy: {asked} must be a number that divides that of all processes, "
-                            f"{num_processes}.")
+            size_names = " × ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+            raise UserError(f"trainer.strategy: {size_names} must divide the number of processes, {num_processes}. "
+                            "Change the size or the number of processes.")
         if self.tensor_parallel_size != 1:
-            self._refuse(f"tensor_parallel_size {self.tensor_parallel_size}", {
+            self._reject(f"tensor_parallel_size {self.tensor_parallel_size}", {
                 f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
                 "model.teacher": teacher,
                 "sharded_checkpoints": self.sharded_checkpoints,
                 "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"})
         if self.context_parallel_size != 1:
-            self._refuse(f"context_parallel_size {self.context_parallel_size}", {
+            self._reject(f"context_parallel_size {self.context_parallel_size}", {
                 f"model.class_path {type(module).__name__}": module.auto_class != "AutoModelForCausalLM",
                 "model.compile": module.compile, "model.teacher": teacher,
                 f"model.attention {module.attention}": module.attention not in (None, "sdpa")})
 
     @staticmethod
-    def _refuse(what: str, found: dict[str, Any]) -> None:
-        if names := [name for name, is_on in found.items() if is_on]:
-            raise UserError(f"trainer.strategy: {what} does not go with {', '.join(names)}. Take that out, or set the "
-                            "size to 1: parameters are sharded over all processes anyway.")
+    def _reject(size: str, settings: dict[str, Any]) -> None:
+        if names := [name for name, is_on in settings.items() if is_on]:
+            raise UserError(f"trainer.strategy: {size} cannot be combined with {', '.join(names)}. Remove that, or set "
+                            "the size to 1; parameters are sharded over all processes anyway.")
 
     def setup_environment(self) -> None:
         self.check_run(self.lightning_module)
@@ -87,11 +87,11 @@ class FSDP2(ModelParallelStrategy):
     def _store(self, tensor: Tensor) -> Tensor | Shards:
         """Return the part of a tensor that this process saves in a checkpoint. A collective call."""
         if self.sharded_checkpoints and is_sharded(tensor):
-            part, rows = local_rows(tensor)
-            begin = (rows.start, *[0] * (tensor.ndim - 1))  # offset of the shard in the whole tensor
-            return Shards(tuple(tensor.shape), ((begin, part.detach().to("cpu", copy=True)),) if len(rows) else ())
+            shard, rows = local_rows(tensor)
+            start = (rows.start, *[0] * (tensor.ndim - 1))  # offset of the shard in the whole tensor
+            return Shards(tuple(tensor.shape), ((start, shard.detach().to("cpu", copy=True)),) if len(rows) else ())
         full = whole(tensor).detach()
-        return full.cpu() if self.is_global_zero else full.new_empty(0)  # the others write nothing
+        return full.cpu() if self.is_global_zero else full.new_empty(0)  # only the first process writes
 
     def lightning_module_state_dict(self) -> dict[str, Tensor | Shards]:
         return {name: self._store(param) for name, param in self.lightning_module.trainable().items()}
@@ -112,7 +112,8 @@ class FSDP2(ModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.checkpoint_io.open_checkpoint(Path(checkpoint_path), lambda own: gather(own, self.world_size),
+        return self.checkpoint_io.open_checkpoint(Path(checkpoint_path),
+                                                  lambda problems: gather(problems, self.world_size),
                                                   WriterRank(self.global_rank, self.world_size))
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
