@@ -146,7 +146,7 @@ def test_merge_writes_the_combined_adapter_and_the_model(pair, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    ({"weights": [1.0]}, r"--weights \[1.0\] must be 2 numbers"),
+    ({"weights": [1.0]}, r"--weights is \[1.0\], but must be 2 numbers"),
     ({"weights": [1.0, float("nan")]}, "must be 2 numbers"),
     ({"method": "ties"}, "--combination ties needs --density"),
     ({"method": "dare_ties", "density": 0.0}, "needs --density"),
