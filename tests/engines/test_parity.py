@@ -79,7 +79,7 @@ def test_engines_agree_on_every_task(compared, task, model, data):
                                                                 re.M)}
     assert found.keys() == parity.TOLERANCES.keys() and max(found.values()) < 1e-4
     assert found["logits"] > 0  # two programs, not one compared with itself
-    assert ("the recipe's adapter" in said) is ("lora" in model)
+    assert bool(re.search("the recipe's .*adapter", said)) is ("lora" in model)
     assert (f"quantize: {model.get('quantize')}" in said) is ("quantize" in model)
 
 

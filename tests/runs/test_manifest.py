@@ -179,7 +179,8 @@ def test_each_difference_is_found(finished, capsys):
     found = capsys.readouterr().out
     for text in ("config.yaml differs from the recipe", "metrics.csv has changed", "model/README.md is missing",
                  "in model/, but not written by the run: mine.txt",
-                 "model.safetensors has changed since", "config.json has changed", "gone.json is missing", "packages: torch 0.1 then"):
+                 "model.safetensors has changed since", "config.json has changed", "gone.json is missing",
+                 "packages: torch 0.1 then"):
         assert text in " ".join(found.split()), (text, found)
     run.manifest.unlink()
     assert main(["verify", str(run.root)]) == 2 and "manifest.json does not exist" in capsys.readouterr().err
