@@ -123,10 +123,11 @@ def _name_options() -> Iterator[None]:
         yield
     except UserError as error:
         text = re.sub(rf"\bdata\.({'|'.join(OPTIONS)})\b", r"--\1", str(error))
-        columns = re.findall(r"\bdata\.(\w+)_columns?\b", text)
-        if columns:
-            text = (f"{text.removesuffix('.')}; new has no option for that. Map yours with --columns, for example "
-                    f"{{your_column: {columns[0]}}}.")
+        if keys := re.findall(r"\bdata\.(?:\w+_columns?|dataset_format)\b", text):
+            text = f"{text.removesuffix('.')}. new cannot set {' or '.join(dict.fromkeys(keys))}."
+            if "--columns" not in text:
+                column = re.sub(r"data\.|_columns?", "", keys[0])
+                text += f" Map yours with --columns, for example {{your_column: {column}}}."
         raise UserError(text) from error
 
 

@@ -205,7 +205,8 @@ def test_choices_are_of_an_encoder(made, llama_folder):
 
 def test_columns_task_and_memory_of_a_gpu(made, llama_folder, capsys):
     rows = [{"q": "what", "a": "that " * n} for n in range(30)]
-    assert "for example {your_column: instruction}\n" in made(llama_folder, rows)
+    said = made(llama_folder, rows)
+    assert "--columns, for example {your_column: instruction}, " in said and "new cannot set data.dataset_format." in said
     assert "Map yours with --columns, for example {your_column: text}" in made(llama_folder, rows, "--task", "CLM")
     said, recipe = made(llama_folder, rows, "--columns", "{q: instruction, a: output}", "--memory", "0.0005")
     assert recipe["data"]["init_args"]["columns"] == {"q": "instruction", "a": "output"}
