@@ -24,22 +24,22 @@ from lmmods.torch_engine.nn.decoding import generate
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.tasks.causal_task import generation_config
 
-PREFIX = "model."  # of parameter names in a checkpoint: the network is this attribute of a LightningModule
+PREFIX = "model."  # prefix of parameter names in a checkpoint: the network is this attribute of a LightningModule
 
 
 def choose_device(device: str) -> torch.device:
     """Return the named device; `auto` is a GPU if there is one. Raises UserError if there is no such device."""
     try:
-        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        torch.empty(0, device=chosen)
+        result = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(0, device=result)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: torch has no such device here. Leave it out, or take cpu, cuda or cuda:1."
+        raise UserError(f"--device {device}: torch has no such device here. Remove it, or use cpu, cuda or cuda:1."
                         ) from error
-    return chosen
+    return result
 
 
 def choose_precision(device: torch.device) -> str:
-    """Return the precision of `auto` for a model that belongs to no run."""
+    """Return the precision that `auto` selects for a model without a run."""
     return precisions.choose_precision(device.type)[0].replace("mixed", "true") if device.type != "cpu" else "32-true"
 
 
@@ -61,7 +61,7 @@ class TextModel:
     def __init__(self, fields: CausalFields, data: DataModule, *, precision: str, device: torch.device, seed: int,
                  checkpoint: Path | None = None, frozen: bool = False):
         if precision not in COMPUTE_DTYPES:
-            raise UserError(f"--precision {precision}: engine torch takes {', '.join(COMPUTE_DTYPES)}.")
+            raise UserError(f"--precision {precision}: not supported by engine torch. Use {', '.join(COMPUTE_DTYPES)}.")
         network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision, device=device,
                                 seed=seed, frozen=frozen)
         if checkpoint:
@@ -75,17 +75,17 @@ class TextModel:
     @torch.no_grad()
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
                on_token: Callable[[int], bool]) -> bool:
-        """Answer a prompt; returns True if the answer ended with an end token, which `on_token` does not receive.
+        """Answer a prompt; return True if the answer has an end token, which is not passed to `on_token`.
 
         Beam search finishes before `on_token` receives the first token.
 
         Args:
-            row: Number of the prompt, on which sampling depends.
+            row: Index of the prompt, on which sampling depends.
             on_token: Called with each token of the answer as soon as it is chosen; returns True to continue.
         """
         ids = torch.tensor([prompt], device=self._device)
         watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
-        torch.manual_seed(seed)  # for beam sampling, which uses torch's generator
+        torch.manual_seed(seed)  # beam sampling uses torch's generator
         uniforms = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
             tokens = generate(self._network, ids, torch.ones_like(ids),
@@ -105,21 +105,21 @@ class TextModel:
 
 
 class _Watch(StoppingCriteria):
-    """Passes each token to a callback, and stops generation when it returns False."""
+    """Stopping criterion that passes each token to a callback, and stops generation when it returns False."""
 
     def __init__(self, on_token: Callable[[int], bool], ends: set[int]):
         self._on_token, self._ends = on_token, ends
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         token = int(input_ids[0, -1])
-        # End tokens stop generation by themselves and are not passed on.
+        # End tokens stop generation anyway and are not passed on.
         stops = token not in self._ends and not self._on_token(token)
         return torch.full((len(input_ids),), stops, device=input_ids.device)
 
 
 @torch.no_grad()
 def _load(network: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Replace the initial parameters by those of a checkpoint. Raises UserError if it is of another model."""
+    """Load the parameters of a checkpoint. Raises UserError if it belongs to another model."""
     trained = {PREFIX + name: param for name, param in network.named_parameters() if param.requires_grad}
     check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (saved, trained)))
     for name, param in trained.items():

@@ -1,5 +1,4 @@
-"""Torch's results for given rows, to compare with JAX: transformers' own logits, and this project's loss and gradient.
-"""
+"""Compute results for comparison with JAX: transformers' logits, and this project's loss and gradient."""
 
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lmmods.torch_engine.tasks.classifier_task import ClassifierModule
 
 
 def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
-    """Write loss, logits and gradient of rows [1, ...] into a folder, without dropout; see `core.parity`.
+    """Write loss, logits and gradient of rows [1, ...] to a folder, without dropout; see `core.parity`.
 
     Args:
         module: A task whose network is on the device.
@@ -23,7 +22,7 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
     network = module.model
     with torch.no_grad():
         for name, param in _by_name(module).items():
-            # B starts at 0, which would hide any error in A.
+            # B is initialised to 0, which would hide errors in A.
             if ".lora_B." in name:
                 param.copy_(torch.from_numpy(moved_adapter(name, param.cpu().numpy())))
     batches = [{name: torch.from_numpy(values).to(module.device) for name, values in row.items()} for row in rows]
@@ -34,12 +33,12 @@ def measure(module: TaskModule, rows: list[Row], folder: Path) -> None:
             sums = module(module.batch_loss, module.complete(batch))
             sums.total.backward()
             total, weight = total + sums.total.item(), weight + sums.weight.item()
-            places = torch.from_numpy(compared_positions(row, len(rows)))
+            positions = torch.from_numpy(compared_positions(row, len(rows)))
             if isinstance(module, ClassifierModule):
                 with torch.no_grad():
-                    logits.append(row_logits(module(module.outputs, batch).cpu().numpy(), places.numpy()))
+                    logits.append(row_logits(module(module.outputs, batch).cpu().numpy(), positions.numpy()))
             else:
-                logits.append(module(_logits, module, row, places).cpu().numpy())
+                logits.append(module(_logits, module, row, positions).cpu().numpy())
     gradients = {name: torch.zeros_like(param) if param.grad is None else param.grad.div_(weight or 1)
                  for name, param in _by_name(module).items()}
     write(folder, total / (weight or 1), weight, np.concatenate(logits),
@@ -52,15 +51,15 @@ def _by_name(module: TaskModule) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def _logits(module: TaskModule, row: Row, places: Tensor) -> Tensor:
+def _logits(module: TaskModule, row: Row, positions: Tensor) -> Tensor:
     """Return the logits of the network's own forward pass at the given tokens, [P, V]; for answer spans [P, 2]."""
     inputs = {name: torch.from_numpy(values).to(module.device) for name, values in sequences(row).items()}
     inputs.pop("segment_ids", None)
-    if "position_ids" in inputs:  # packed: with an all-ones mask, or a cache, documents would attend to each other
+    if "position_ids" in inputs:  # packed: with an all-ones mask or a cache, documents would attend to each other
         del inputs["attention_mask"]
     options = {"use_cache": False} if isinstance(module, CausalModule) else {}
     # PEFT's wrapper for answer spans drops token_type_ids; the adapters are inside the network itself.
     network = module.model.get_base_model() if module.trains_adapter else module.model
     output = network(**inputs, **options)
     logits = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
-    return logits.flatten(0, 1)[places.to(module.device)].float()
+    return logits.flatten(0, 1)[positions.to(module.device)].float()

@@ -1,9 +1,9 @@
-"""Plan the memory and compute of a training step on devices that may not be present, by a step without values.
+"""Plan memory and compute of a training step on devices that may not be present, by running a step without values.
 
 The recipe's own network is built, wrapped and trained for one optimiser step on tensors with shapes and dtypes only
-(FakeTensorMode). CPU tensors stand in for GPU tensors, and a process group of the target's size, whose collectives do
-nothing, for its processes. The network is built for the target's kind of device, and sharded outside FakeTensorMode,
-as the ranks of a device mesh are values.
+(FakeTensorMode). CPU tensors represent GPU tensors, and a process group of the target's size, whose collectives do
+nothing, represents its processes. The network is built for the target's device type, and sharded outside
+FakeTensorMode, as the ranks of a device mesh are values.
 """
 
 import copy
@@ -59,11 +59,11 @@ from lmmods.torch_engine.tasks.base import TaskModule
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory of a computation without values: each tensor's storage is tracked from its allocation until it is freed.
 #
-# Code that reads a value gets a fixed answer, as there are none: conditions (such as the check of a kernel, or whether
-# all tokens are real) are true, numbers are 1, and all elements of a mask (such as scored or routed tokens) are set.
+# Code that reads a value gets a fixed result: conditions (such as a kernel's check, or whether all tokens are real)
+# are true, numbers are 1, and all elements of a mask (such as target or routed tokens) are set.
 
 aten = torch.ops.aten
-# Collectives by the names of their operators: those of process groups and those of DTensor.
+# Collectives by operator name, of process groups and of DTensor.
 COLLECTIVES = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
                "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
                "allreduce_": "all-reduce", "all_reduce": "all-reduce"}
@@ -73,7 +73,7 @@ ANSWERS = {READING: lambda x: 1.0 if x.is_floating_point() else x.dtype == torch
 
 
 class Ledger(DispatchMode):
-    """Counts bytes, FLOPs and collectives of operations while entered, within `without_values`.
+    """Counter of bytes, FLOPs and collectives of operations while entered, within `without_values`.
 
     Args:
         vocab_size: Tensors of this width are labelled logits.
@@ -82,13 +82,13 @@ class Ledger(DispatchMode):
     def __init__(self, vocab_size: int | None = None) -> None:
         super().__init__()
         self.flops = 0
-        self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and processes
+        self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and number of processes
         self._vocab_size = vocab_size
         self._kinds: dict[int, str] = {}
-        self._sizes: dict[int, int] = {}  # bytes of live storages, by number
-        self._numbers: dict[int, tuple[int, weakref.ref]] = {}  # by the storage's id
+        self._sizes: dict[int, int] = {}  # bytes of live storages, by index
+        self._indices: dict[int, tuple[int, weakref.ref]] = {}  # by the storage's id
         self._num_seen = 0
-        self._events: list[tuple[int, int]] = []  # a storage's number, and the change of its bytes
+        self._events: list[tuple[int, int]] = []  # a storage's index, and the change of its bytes
         self._before: dict[int, int] = {}
         self._hooks = ExitStack()
 
@@ -107,7 +107,7 @@ class Ledger(DispatchMode):
     def name(self, kind: str, tensors: list[Tensor]) -> None:
         """Label tensors, also for the time before this call."""
         for tensor in tensors:
-            self._kinds[self._number(tensor.untyped_storage())] = kind
+            self._kinds[self._index(tensor.untyped_storage())] = kind
 
     @property
     def num_seen(self) -> int:
@@ -116,25 +116,25 @@ class Ledger(DispatchMode):
 
     def name_new(self, kind: str, first: int) -> None:
         """Label all live storages that have no label and were first seen when `num_seen` was `first` or more."""
-        for number in self._sizes:
-            if number >= first:
-                self._kinds.setdefault(number, kind)
+        for index in self._sizes:
+            if index >= first:
+                self._kinds.setdefault(index, kind)
 
     def peak(self) -> dict[str, int]:
         """Return the bytes by kind at the peak since `begin`."""
-        # Replay the changes: find the event after which most bytes are live, then sum up the storages until there.
-        total = most = sum(self._before.values())
+        # Replay the changes: find the event after which the most bytes are live, then sum the storages up to it.
+        total = peak_bytes = sum(self._before.values())
         end = 0
-        for place, (_, change) in enumerate(self._events, 1):
+        for position, (_, change) in enumerate(self._events, 1):
             total += change
-            if total > most:
-                most, end = total, place
+            if total > peak_bytes:
+                peak_bytes, end = total, position
         sizes = Counter(self._before)
-        for number, change in self._events[:end]:
-            sizes[number] += change
+        for index, change in self._events[:end]:
+            sizes[index] += change
         kinds: Counter[str] = Counter()
-        for number, size in sizes.items():
-            kinds[self._kinds.get(number, "temporaries")] += size
+        for index, size in sizes.items():
+            kinds[self._kinds.get(index, "temporaries")] += size
         return {kind: size for kind, size in kinds.items() if size}
 
     # Observed operations ---------------------------------------------------------------------------------------------
@@ -145,23 +145,23 @@ class Ledger(DispatchMode):
             return NotImplemented  # DTensor dispatches again, with the operations on local shards
         if func in ANSWERS and not has_values(args[0]):
             return ANSWERS[func](args[0])
-        # The length of a mask's result would be a value: take all elements.
+        # The number of elements that a mask selects would be a value, so select all.
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            args = (args[0], _all_places(args[1]), *args[2:])
+            args = (args[0], _select_all(args[1]), *args[2:])
         before = self._num_seen
         result = (group if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
-        made = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
-        for tensor in made:
-            number = self._number(tensor.untyped_storage())
+        new_tensors = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
+        for tensor in new_tensors:
+            index = self._index(tensor.untyped_storage())
             # A storage made by this operation whose last dimension is the vocabulary.
-            if number >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
-                self._kinds[number] = "logits"
-        if made:
+            if index >= before and self._vocab_size in tensor.shape[-1:] and tensor.is_floating_point():
+                self._kinds[index] = "logits"
+        if new_tensors:
             self.flops += count_flops(func, args, kwargs, result)
         kind = COLLECTIVES.get(func.overloadpacket.__name__)
         if kind is not None:
-            # Of a gather or scatter the larger tensor counts, which is the whole one.
+            # For a gather or scatter, count the larger tensor, which is the whole one.
             sizes = [tensor.nbytes for tensor in tensors_in(args)]
             ranks = process_group_ranks(args)
             # Larger than the group if its ranks are not neighbours, as in a dimension of a mesh.
@@ -172,32 +172,32 @@ class Ledger(DispatchMode):
             self.traffic[key] = self.traffic.get(key, Traffic(0, 0, 1)).plus(new)
         return result
 
-    def _number(self, storage: torch.UntypedStorage) -> int:
-        """Return a storage's number; a new one is counted from now on."""
-        place = id(storage)
-        # When torch frees the storage, the reference's callback counts its bytes as gone. `place` may then be reused.
-        if place not in self._numbers:
-            number, self._num_seen = self._num_seen, self._num_seen + 1
-            self._numbers[place] = number, weakref.ref(storage, lambda _: self._gone(place))
-            self._change(number, storage.nbytes())
-        return self._numbers[place][0]
+    def _index(self, storage: torch.UntypedStorage) -> int:
+        """Return a storage's index; start counting a new storage."""
+        storage_id = id(storage)
+        # When torch frees the storage, the callback subtracts its bytes. The id may then be reused.
+        if storage_id not in self._indices:
+            index, self._num_seen = self._num_seen, self._num_seen + 1
+            self._indices[storage_id] = index, weakref.ref(storage, lambda _: self._remove(storage_id))
+            self._change(index, storage.nbytes())
+        return self._indices[storage_id][0]
 
-    def _gone(self, place: int) -> None:
-        number, _ = self._numbers.pop(place)
-        self._change(number, -self._sizes[number])
-        del self._sizes[number]
+    def _remove(self, storage_id: int) -> None:
+        index, _ = self._indices.pop(storage_id)
+        self._change(index, -self._sizes[index])
+        del self._sizes[index]
 
     def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        number = self._number(storage)
-        self._kinds[number] = "gathered parameters"  # only FSDP2 resizes storages
-        self._change(number, num_bytes - self._sizes[number])
+        index = self._index(storage)
+        self._kinds[index] = "gathered parameters"  # only FSDP2 resizes storages
+        self._change(index, num_bytes - self._sizes[index])
 
-    def _change(self, number: int, num_bytes: int) -> None:
-        self._sizes[number] = self._sizes.get(number, 0) + num_bytes
-        self._events.append((number, num_bytes))
+    def _change(self, index: int, num_bytes: int) -> None:
+        self._sizes[index] = self._sizes.get(index, 0) + num_bytes
+        self._events.append((index, num_bytes))
 
 
-def _all_places(indices: list[Tensor | None]) -> list[Tensor | None]:
+def _select_all(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Replace boolean masks among the indices by integer indices of all elements, as if all were true."""
     found: list[Tensor | None] = []
     for index in indices:
@@ -227,40 +227,40 @@ class Planner:
         UserError: Something in the recipe cannot be planned.
     """
 
-    missing = None  # no devices are required
+    missing = None  # no device is required
 
     def __init__(self, trainer: Any, task: TaskModule, data: DataModule, on: Target, strategy: Any, precision: str):
         self.trainer, self.task, self.data, self.on, self._strategy = trainer, task, data, on, strategy
         if on.platform == "tpu":
-            raise UserError(f"--on {on}: the torch engine trains on no TPU. Plan it with --engine jax.")
+            raise UserError(f"--on {on}: the torch engine does not support TPUs. Use --engine jax.")
         self.precision = self._precision(precision)
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
         task.link(data)
         accumulate = trainer.accumulate
-        trainer.accumulate *= self._num_ranks(strategy)  # for a step of all ranks, of which this is one
+        trainer.accumulate *= self._num_ranks(strategy)  # so that a step includes the rows of all ranks
         self._loader = data.train_batches()
         trainer.accumulate = accumulate
         self.example = next(iter(self._loader))
         self._check()
 
     def _num_ranks(self, strategy: Any) -> int:
-        """Return the micro-batches that the target computes in parallel."""
+        """Return the number of micro-batches that the target computes in parallel."""
         sharers = ((strategy.tensor_parallel_size, strategy.context_parallel_size) if isinstance(strategy, FSDP2)
                    else (1, 1))
         return max(self.on.num_devices // math.prod(sharers), 1)
 
-    def _precision(self, asked: str) -> str:
-        if asked != "auto":
-            return asked
+    def _precision(self, precision: str) -> str:
+        if precision != "auto":
+            return precision
         if self.on.platform == "cpu":
             return choose_precision("cpu")[0]
         return "bf16-mixed" if self.on.peak("bfloat16") else "32-true"
 
     def _check(self) -> None:
         task, strategy, name = self.task, self._strategy, type(self._strategy).__name__
-        refused = {
+        unsupported = {
             f"trainer.strategy {name}": not isinstance(strategy, str | FSDP2),
             f"trainer.strategy {strategy}": isinstance(strategy, str) and not _is_known(strategy),
             "model.quantize int8": task.quantize == "int8",
@@ -268,8 +268,8 @@ class Planner:
             "model.lora.dora with model.quantize": task.quantize and task.lora is not None and task.lora.dora,
             f"trainer.precision {self.precision}": self.precision not in COMPUTE_DTYPES,
         }
-        if names := [name for name, is_on in refused.items() if is_on]:
-            raise UserError(f"plan: on torch {', '.join(names)} cannot be planned. Take that out to plan the rest.")
+        if names := [name for name, is_on in unsupported.items() if is_on]:
+            raise UserError(f"plan: on torch {', '.join(names)} cannot be planned. Remove that to plan the rest.")
 
     @property
     def may_shard(self) -> bool:
@@ -306,13 +306,13 @@ class Planner:
         task.gradient_checkpointing, task.quantize, task.lora = variant.checkpointing, variant.quantize, variant.lora
         task.compile = False
         task.__post_init__()
-        # Both are cached here, as they need values.
+        # Cache both here, as they need values.
         stays_float32()
         outline_template()
         sharers = (1, 1)
         if isinstance(strategy, FSDP2):
             strategy, task.trainer = copy.copy(strategy), self.trainer
-            # Only their number matters: `check_run` divides it by the sizes of parallelism.
+            # Only their number matters, for `check_run`.
             strategy.parallel_devices = [torch.device("cpu")] * ranks
             strategy.check_run(task)
             sharers = strategy.tensor_parallel_size, strategy.context_parallel_size
@@ -343,7 +343,7 @@ class Planner:
             ledger.name_new("parameters", 0)
             params = list(task.trainable().values())
             first = ledger.num_seen
-            # Storages are labelled by when they are first seen: what appears in between is of this kind.
+            # Label storages by the time at which they are first seen.
             for param in params:
                 param.grad = torch.zeros_like(param)
             ledger.name_new("gradients", first)
@@ -358,7 +358,7 @@ class Planner:
             ledger.name("rows", list(batch.values()))
             # The first sharded step also allocates full tensors, as DTensor infers the sharding of each operation.
             for _ in range(2 if is_sharded else 1):
-                # From the third on, micro-batches cost what the second does, see `_count`.
+                # The third and later micro-batches cost as much as the second; see `_count`.
                 counts = self._step(task, optimizer, [batch] * min(num_batches, 2), ledger)
             gradients = [sharding.local(param.grad) for param in params if param.grad is not None]
             ledger.name("gradients", gradients)  # gradients of the last pass, which replace those above
@@ -378,29 +378,29 @@ class Planner:
             drawing=self._drawing(task, variant, is_sharded))
 
     def _drawing(self, task: TaskModule, variant: Variant, is_sharded: bool) -> Drawing | None:
-        """Return the drawing of a rank's answers, which processes that share micro-batches draw alike."""
-        drawn = task.sampling_load(variant.rows * variant.accumulated, self.data.eval_batch_size)
-        if drawn is None:
+        """Return the cost of sampling a rank's answers; processes that share micro-batches sample the same answers."""
+        load = task.sampling_load(variant.rows * variant.accumulated, self.data.eval_batch_size)
+        if load is None:
             return None
         model, itemsize = task.model, COMPUTE_DTYPES[self.precision].itemsize
         looked_up = None if model.config.tie_word_embeddings else model.get_input_embeddings().weight
         weights = [(name, param.numel() * param.element_size()) for name, param in model.named_parameters()
                    if param is not looked_up]
-        *counts, new_tokens = drawn
-        found = Drawing.of(model.config, *counts, (self.data.max_length, new_tokens), itemsize, weights)
+        *counts, new_tokens = load
+        drawing = Drawing.of(model.config, *counts, (self.data.max_length, new_tokens), itemsize, weights)
         if not is_sharded:
-            return found
+            return drawing
         # Each token gathers the parameters in the type of the products.
         gathered = sum(param.numel() * (itemsize if param.is_floating_point() else param.element_size())
                        for param in model.parameters())
-        return replace(found, gathered=gathered, group=self.on.num_devices)
+        return replace(drawing, gathered=gathered, group=self.on.num_devices)
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
-        """Return the rows of a chunk, and the chunks of an optimiser step; turns off chunking in the task itself."""
+        """Return the number of rows per chunk and of chunks per optimiser step; turn off chunking in the task."""
         size = 0
         if self.on.platform == "cpu":
             size = task.chunk_tokens()
-        task.piece_tokens = 0  # a chunk is planned as a micro-batch of its own
+        task.piece_tokens = 0  # a chunk is planned as a separate micro-batch
         if not size:
             return variant.rows, variant.accumulated
         ids = self.example["input_ids"]
@@ -409,48 +409,48 @@ class Planner:
         return rows, -(-variant.rows // rows) * variant.accumulated
 
     def _step(self, task: TaskModule, optimizer: Any, batches: list[dict[str, Tensor]], ledger: Ledger) -> Counts:
-        """Run an optimiser step; returns the running counts at the end of its passes."""
+        """Run an optimiser step; return the running counts at the end of its passes."""
         counts: Counts = {"survey": [], "backward": []}
         first = ledger.num_seen
 
-        def seen(passed: str) -> None:
+        def on_pass(name: str) -> None:
             nonlocal first
-            if passed == "forward":
+            if name == "forward":
                 ledger.name_new("activations", first)
             else:
-                counts[passed].append((ledger.flops, dict(ledger.traffic)))
+                counts[name].append((ledger.flops, dict(ledger.traffic)))
             first = ledger.num_seen
 
         ledger.begin()
-        take_step(task, optimizer, batches, seen)
+        take_step(task, optimizer, batches, on_pass)
         return counts | {"step": [(ledger.flops, dict(ledger.traffic))]}
 
     def _notes(self, task: TaskModule, optimizer: Any) -> list[str]:
-        notes = [f"rows are as long as they may be, {self.data.max_length} tokens, and all of them are scored"]
+        notes = [f"rows have the maximum length, {self.data.max_length} tokens, and all tokens are targets"]
         if self.on.platform == "gpu":
-            notes += [f"{1 - USABLE:.0%} of a GPU's memory is left to CUDA, NCCL and what lies between blocks",
-                      "attention is counted as torch's flash kernel takes it"]
+            notes += [f"{1 - USABLE:.0%} of a GPU's memory is reserved for CUDA, NCCL and fragmentation",
+                      "attention is counted as in torch's flash kernel"]
             if getattr(self.data, "packing", False):
-                notes.append("packed rows are planned with masks, which torch's kernel for them does without")
+                notes.append("packed rows are planned with masks, which torch's kernel for them does not need")
         if task.context_parallel is not None and getattr(self.data, "packing", False):
-            notes.append("a packed row that is cut is planned as one document, which is the most that it can take")
+            notes.append("a split packed row is planned as one document, the most expensive case")
         if (mixture := mixture_of(task.model.config)) is not None:
-            notes.append(f"each token takes {mixture.per_token} of {mixture.num} experts, which are taken as evenly "
-                         "loaded: memory and arithmetic are the same however they are, the speed is not")
+            notes.append(f"each token uses {mixture.per_token} of {mixture.num} experts, and even load is assumed: "
+                         "uneven load changes the speed, but not memory and FLOPs")
             over = task.device_mesh["data_parallel"].size() if task.device_mesh is not None else 1
             if mixture.num % over:
-                notes.append(f"fsdp gives each device whole experts: {mixture.num} over {over} devices move and take "
-                             f"as much as {-(-mixture.num // over) * over} would. Take a number of devices that "
-                             f"divides {mixture.num}")
+                notes.append(f"fsdp gives each device whole experts: {mixture.num} on {over} devices cost as much as "
+                             f"{-(-mixture.num // over) * over} experts. Use a number of devices that divides "
+                             f"{mixture.num}")
         if optimizer is None:
-            notes.append(f"the state of {task.optimizer.name} is arithmetic on its bytes for each parameter")
+            notes.append(f"the state of {task.optimizer.name} is computed from its bytes per parameter")
         if self.task.compile:
             notes.append("planned without model.compile")
         return notes
 
 
 def num_buckets(sizes: list[int]) -> int:
-    """Return how many all-reduces DDP makes of gradients of these bytes, given in the order of the parameters."""
+    """Return the number of all-reduces that DDP needs for gradients of these bytes, in the order of the parameters."""
     # DDP fills buckets from the last parameter on, as gradients arrive, and its first bucket is smaller.
     count, filled, limit = 0, 0, BUCKETS[0]
     for size in reversed(sizes):
@@ -461,7 +461,7 @@ def num_buckets(sizes: list[int]) -> int:
 
 
 def skip_masks_of_full_rows(model: nn.Module) -> None:
-    """Make sdpa take no mask where rows without padding need none: transformers would have to read the padding mask."""
+    """Omit sdpa's mask if rows without padding need none: transformers would have to read the padding mask."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -483,13 +483,13 @@ def _is_known(strategy: str) -> bool:
 
 
 def _count(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]:
-    """Return FLOPs and collectives of a step of `num_batches` micro-batches; from the third on as the second."""
+    """Return FLOPs and collectives of a step; the third and later of its `num_batches` cost as much as the second."""
     [(flops, traffic)] = counts["step"]
     more = num_batches - 2
     for found in (counts["survey"], counts["backward"]) if more > 0 else ():
         if not found:
             continue
-        (before, earlier), (after, later) = found  # differences of running counts: the cost of the second micro-batch
+        (before, earlier), (after, later) = found  # the difference is the cost of the second micro-batch
         flops += more * (after - before)
         for kind, total in later.items():
             old = earlier.get(kind, Traffic(0, 0, 1))
@@ -501,10 +501,10 @@ def _count(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A training step outside Lightning's loops, in the same order: without values for planning, with values for measuring.
+# A training step outside Lightning's loops, in the same order; without values for planning, with values for measuring.
 
 class Ranks:
-    """Stand-in for a strategy of Lightning with several processes, with the attributes that a task uses.
+    """Replacement for a Lightning strategy with several processes, with the attributes that a task uses.
 
     Args:
         root_device: Device of the first process.
@@ -521,18 +521,18 @@ class Ranks:
 
 def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float | None, ranks: int = 1,
              device: str = "cpu", sharers: tuple[int, int] = (1, 1)) -> Any:
-    """Return a stand-in for Lightning's trainer, with the attributes that a task uses.
+    """Return a replacement for Lightning's trainer, with the attributes that a task uses.
 
     Args:
         precision: Lightning's name of the precision.
-        accumulated: Micro-batches of an optimiser step.
-        clip_val: Largest norm of the gradient; None does not clip.
+        accumulated: Number of micro-batches per optimiser step.
+        clip_val: Maximum gradient norm; None does not clip.
         ranks: Number of processes.
         device: Device for which the network is built.
         sharers: Sizes of tensor and context parallelism.
     """
-    place = torch.device(device)
-    strategy = SingleDeviceStrategy(place) if ranks == 1 else Ranks(place, ranks, *sharers)
+    root_device = torch.device(device)
+    strategy = SingleDeviceStrategy(root_device) if ranks == 1 else Ranks(root_device, ranks, *sharers)
     plugin = Precision()
     if precision.endswith("true") and precision != "32-true":
         plugin = HalfPrecision(precision)
@@ -547,7 +547,7 @@ def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float
 
 
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
-    """Return a micro-batch of rows of maximum length, filled with ones: all tokens are real and scored.
+    """Return a micro-batch of rows of maximum length, filled with ones, so that all tokens are real and targets.
 
     Args:
         example: A micro-batch of the loader.
@@ -562,22 +562,22 @@ def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[s
 
 
 def take_step(module: TaskModule, optimizer: torch.optim.Optimizer | None, batches: list[dict[str, Tensor]],
-              seen: Callable[[str], None] = lambda _: None) -> None:
+              on_pass: Callable[[str], None] = lambda _: None) -> None:
     """Run one optimiser step, as `TaskModule.training_step` does.
 
     Args:
         optimizer: None stops after the gradients.
-        seen: Called with the name of each pass as it ends: `survey`, `forward`, `backward`.
+        on_pass: Called with the name of each pass at its end: `survey`, `forward`, `backward`.
     """
     def surveyed() -> Iterator[dict[str, Tensor]]:
         for batch in batches:
             yield batch
-            seen("survey")
+            on_pass("survey")
 
     def backward(loss: Tensor) -> None:
-        seen("forward")
+        on_pass("forward")
         loss.backward()
-        seen("backward")
+        on_pass("backward")
 
     for param in module.parameters():
         param.grad = None

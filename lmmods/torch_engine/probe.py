@@ -1,6 +1,6 @@
-"""Report torch's devices and working kernels, for `doctor`: `python -m lmmods.torch_engine.probe` prints JSON.
+"""Report torch's devices and working kernels as JSON, for `doctor`: `python -m lmmods.torch_engine.probe`.
 
-It runs in a process of its own, so that a hanging driver or a crashing kernel does not affect the caller.
+Run it in a separate process, so that a hanging driver or a crashing kernel does not affect the caller.
 """
 
 import json
@@ -19,12 +19,12 @@ SECONDS = 10  # timeout for two processes to connect
 
 
 def probe() -> dict[str, Any]:
-    """Return devices, precision, problems of kernels and of communication between two processes."""
-    met = processes_meet()  # first, as forking is only safe before devices and threads are in use
-    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+    """Return devices, precision, and problems of kernels and of communication between two processes."""
+    problem = connect_processes()  # first, as forking is only safe before devices and threads are in use
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     return {
         "version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
-        "nccl": dist.is_available() and dist.is_nccl_available(), "met": met,
+        "nccl": dist.is_available() and dist.is_nccl_available(), "met": problem,
         "gpus": [_gpu(device) for device in devices[1:]], "precision": choose_precision("auto"),
         "kernels": {str(device): kernels(device) for device in devices}}
 
@@ -40,11 +40,11 @@ def kernels(device: torch.device) -> dict[str, str]:
         import bitsandbytes  # noqa: F401
     except Exception as error:  # usually a CUDA library that cannot be loaded
         return dict.fromkeys(("nf4", "fp4", "int8"), f"bitsandbytes cannot be imported: {error}")
-    return {name: _wrong_with(name, device) for name in ("nf4", "fp4", "int8")}
+    return {name: _find_problem(name, device) for name in ("nf4", "fp4", "int8")}
 
 
-def _wrong_with(name: str, device: torch.device) -> str:
-    """Compare the product with a quantised matrix to that with its dequantised matrix; returns the problem, if any."""
+def _find_problem(name: str, device: torch.device) -> str:
+    """Compare products with a quantised matrix and with its dequantised matrix; return the problem, if any."""
     import bitsandbytes as bnb
 
     random = torch.Generator().manual_seed(0)
@@ -53,51 +53,51 @@ def _wrong_with(name: str, device: torch.device) -> str:
         if name == "int8":
             layer = bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
             layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-            layer, allowed = layer.to(device).eval(), 0.03  # inputs are rounded to 8 bits, too
-            plain = layer.weight.CB.float() * layer.weight.SCB.float().unsqueeze(1) / 127
+            layer, max_error = layer.to(device).eval(), 0.03  # inputs are also rounded to 8 bits
+            dequantized = layer.weight.CB.float() * layer.weight.SCB.float().unsqueeze(1) / 127
         else:
             packed, state = bnb.functional.quantize_4bit(weight.to(device), quant_type=name)
             # The product is compared with its own dequantised matrix, so only float32 rounding may differ.
-            layer, allowed = (lambda x: bnb.matmul_4bit(x, packed.t(), quant_state=state)), 1e-4
-            plain = bnb.functional.dequantize_4bit(packed, state)
-        found, wanted = layer(inputs.to(device)).float(), inputs.to(device) @ plain.float().t()
-        lost = (plain.cpu() - weight).abs().mean() / weight.abs().mean()
-        off = ((found - wanted).abs().max() / wanted.abs().max()).item()
-    except Exception as error:  # any exception of a kernel is reported
+            layer, max_error = (lambda x: bnb.matmul_4bit(x, packed.t(), quant_state=state)), 1e-4
+            dequantized = bnb.functional.dequantize_4bit(packed, state)
+        product, expected = layer(inputs.to(device)).float(), inputs.to(device) @ dequantized.float().t()
+        weight_error = (dequantized.cpu() - weight).abs().mean() / weight.abs().mean()
+        product_error = ((product - expected).abs().max() / expected.abs().max()).item()
+    except Exception as error:  # report any exception of a kernel
         return f"{type(error).__name__}: {error}"
-    if lost > 0.2:
-        return f"quantised weights are {lost:.0%} off"
-    return "" if off < allowed else f"a product is {off:.2g} of its scale off"
+    if weight_error > 0.2:
+        return f"quantised weights are {weight_error:.0%} off"
+    return "" if product_error < max_error else f"a product is {product_error:.2g} of its scale off"
 
 
-def processes_meet() -> str:
+def connect_processes() -> str:
     """Return why two processes on this machine cannot all-reduce a number over a port; empty if they can."""
     if sys.platform != "linux" or not dist.is_available():
         return ""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # port 0: the system picks a free one
-        port = free.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # port 0: the system picks a free one
+        port = sock.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    ranks = [context.Process(target=_meet, args=(rank, port, said), daemon=True) for rank in range(2)]
+    errors = context.SimpleQueue()
+    ranks = [context.Process(target=_all_reduce, args=(rank, port, errors), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(SECONDS + 5)
     if not all(process.exitcode == 0 for process in ranks):
-        return said.get() if not said.empty() else f"they have not met within {SECONDS} seconds"
+        return errors.get() if not errors.empty() else f"they could not connect within {SECONDS} seconds"
     return ""
 
 
-def _meet(rank: int, port: int, said: Any) -> None:
+def _all_reduce(rank: int, port: int, errors: Any) -> None:
     try:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS), 2, rank)
-        number = torch.ones(1)
-        dist.all_reduce(number)
-        if number.item() != 2:
-            raise ValueError(f"1 + 1 is {number.item()}")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if total.item() != 2:
+            raise ValueError(f"1 + 1 is {total.item()}")
     except Exception as error:
-        said.put(f"{type(error).__name__}: {error}")
+        errors.put(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from error
 
 

@@ -1,4 +1,4 @@
-"""Scores of a reward model for texts and chats, outside of its own training."""
+"""Score texts and chats with a trained reward model."""
 
 import contextlib
 from functools import cached_property
@@ -20,15 +20,15 @@ from lmmods.torch_engine.tasks.reward import Reward
 
 
 class RewardModel:
-    """Scores texts, and conversations that end in an answer, as predict of its own task does.
+    """A reward model for texts and for conversations that end in an answer, like predict of its task.
 
-    The network is loaded when it is first needed, on a GPU if there is one.
+    The network is loaded at the first call, on a GPU if there is one.
 
     Args:
         name: Name of the model in messages.
         fields: Fields of the task that describe the network.
         data: The data module, which renders and truncates conversations.
-        precision: Lightning's name of the precision; None is that of `auto`.
+        precision: Lightning's name of the precision. Default: the choice of `auto`.
         frozen: As in `build_network`.
     """
 
@@ -46,20 +46,20 @@ class RewardModel:
             UserError: The network cannot be loaded, or a score is not a number.
         """
         rows = self.data.codec.encode_answers(answers)
-        known = [place for place, ids in enumerate(rows) if ids is not None]
+        encoded = [index for index, ids in enumerate(rows) if ids is not None]
         scores: list[float | None] = [None] * len(rows)
         collate = Collator(("input_ids",), self.data.tokenizer.pad_token_id, self.data.pad_to_multiple_of,
                            self.data.max_length)
-        order = evaluation_order(np.array([len(rows[place]) for place in known], np.int64), self.data.eval_batch_size)
-        for number in range(len(order)):
-            places = [known[place] for place in order[number] if place >= 0]
-            batch = collate([{"input_ids": rows[place]} for place in places])
+        order = evaluation_order(np.array([len(rows[index]) for index in encoded], np.int64), self.data.eval_batch_size)
+        for batch_index in range(len(order)):
+            indices = [encoded[index] for index in order[batch_index] if index >= 0]
+            batch = collate([{"input_ids": rows[index]} for index in indices])
             with self._autocast():
-                found = self._classifier({name: part.to(self._device) for name, part in batch.items()})  # [B, 1]
-            for place, score in zip(places, found.squeeze(1).tolist(), strict=True):
-                scores[place] = score
+                outputs = self._classifier({name: values.to(self._device) for name, values in batch.items()})  # [B, 1]
+            for index, score in zip(indices, outputs.squeeze(1).tolist(), strict=True):
+                scores[index] = score
         if not np.isfinite([score for score in scores if score is not None]).all():
-            raise UserError(f"{self.name} gives scores that are no numbers. Name another reward model.")
+            raise UserError(f"{self.name} computes scores that are not finite. Use another reward model.")
         return scores
 
     @cached_property

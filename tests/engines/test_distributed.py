@@ -190,7 +190,8 @@ def test_networks_whose_matrices_no_processes_share(changes, names):
     ((1, 2), {"attention": "eager"}, "cannot be combined with model.attention eager"),
     ((1, 2), {"auto_class": "AutoModelForMaskedLM"}, "cannot be combined with model.class_path SimpleNamespace"),
     ((3, 1), {}, "tensor_parallel_size 3 must divide the number of processes, 2"),
-    ((2, 2), {}, "size 2 × context_parallel_size 2 must divide"), ((0, 1), {}, "must divide the number of processes, 2"),
+    ((2, 2), {}, "size 2 × context_parallel_size 2 must divide"),
+    ((0, 1), {}, "must divide the number of processes, 2"),
     ((2, 1), {"trainer": SimpleNamespace(gradient_clip_algorithm="value")}, "trainer.gradient_clip_algorithm value")])
 def test_settings_that_do_not_go_with_shared_micro_batches(monkeypatch, sizes, changes, names):
     monkeypatch.setattr(FSDP2, "num_processes", 2)

@@ -184,8 +184,8 @@ def test_decoding_and_other_layers_go_pefts_way(used):
     (lambda: adapted("int8"), ""),
     (lambda: adapted(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are not fused with their adapters and run "
                                      "slower: DoRA scales the sum of both outputs.\n"),
-    (lambda: adapted(bias="all"), "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run slower: "
-                                  "their biases train.\n"),
+    (lambda: adapted(bias="all"), "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run "
+                                  "slower: their biases train.\n"),
     (lambda: get_peft_model(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), LoraConfig(
         target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)),
      "LoRA: 2 of 3 adapted layers (c_attn) are not fused with their adapters and run slower: they are Conv1D, "

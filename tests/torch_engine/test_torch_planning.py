@@ -136,7 +136,7 @@ def test_shards_by_hand(planner, config):
     part, whole = sharded(list(network.parameters()))
     assert found.memory["parameters"] == pytest.approx(part, abs=300)  # rope's frequencies, of every block
     assert found.memory["optimiser state"] == pytest.approx(2 * part, abs=4 * (9 * LAYERS + 3))
-    assert any("4 over 8 devices" in note for note in found.notes) == (config is MIXTRAL)
+    assert any("4 on 8 devices" in note for note in found.notes) == (config is MIXTRAL)
     groups = LAYERS + 1
     assert found.traffic["all-gather"] == Traffic(2 * groups, 2 * whole, 8)
     assert found.traffic["reduce-scatter"] == Traffic(groups, whole, 8)
