@@ -39,7 +39,7 @@ from lmmods.torch_engine.compat.torch import (
     READING,
     DispatchMode,
     count_flops,
-    group,
+    grouped_product,
     has_values,
     process_group_ranks,
     simulate_processes,
@@ -149,7 +149,7 @@ class Ledger(DispatchMode):
         if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _select_all(args[1]), *args[2:])
         before = self._num_seen
-        result = (group if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
+        result = (grouped_product if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
         new_tensors = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in new_tensors:

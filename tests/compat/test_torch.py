@@ -117,14 +117,15 @@ def test_products_of_groups():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **kwargs or {})
             if func is compat.GROUPED:
-                seen.append((compat.group(*args).shape, result.shape, compat.count_flops(func, args, {}, result)))
+                seen.append((compat.grouped_product(*args).shape, result.shape,
+                             compat.count_flops(func, args, {}, result)))
             return result
 
     with Watch():
         found = torch.nn.functional.grouped_mm(rows.requires_grad_(), matrices.requires_grad_(), offs=ends)
         found.square().sum().backward()
     assert len(seen) == 3 and all(shape == wanted and count == 2 * 6 * 8 * 4 for shape, wanted, count in seen), mend(
-        "torch", compat.group)
+        "torch", compat.grouped_product)
 
 
 def test_resized_memory_is_told():

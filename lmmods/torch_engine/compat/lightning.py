@@ -21,10 +21,10 @@ from lmmods.runs.progress import Progress
 def loops_state(progress: Progress) -> dict[str, Any]:
     """Return the state of Lightning's loops after a step, as it saves it in the hook after a batch.
 
-    Lightning counts more than this project does; what is left out stays at the values of a new run.
+    Lightning has more counters than this project; the other ones keep the values of a new run.
     """
-    # The step of the hook is not completed yet: otherwise Lightning would not begin to count anew after the last one of
-    # an epoch. At the start of an epoch there is none: otherwise Lightning would skip the first step.
+    # The step of the hook is not completed yet, as otherwise Lightning would not reset its count after an epoch's last
+    # step. At the start of an epoch there is no such step, as otherwise Lightning would skip the first one.
     latest = min(progress.epoch_step, 1)
 
     def batches(count: int) -> dict[str, int]:

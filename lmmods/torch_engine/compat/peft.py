@@ -46,7 +46,7 @@ def adapted_parameter(layer: nn.Module) -> str | None:
 def has_one_adapter(layer: nn.Module) -> bool:
     """True if a LoRA layer has the active adapter. Raises RuntimeError if several are active or it is merged."""
     if layer.merged or len(layer.active_adapters) > 1:
-        raise RuntimeError("An adapter on packed experts can be neither merged nor combined with another one.")
+        raise RuntimeError("An adapter on packed experts cannot be merged or combined with another one.")
     return any(name in layer.lora_A for name in layer.active_adapters)
 
 
@@ -81,7 +81,7 @@ def reset_adapter(model: nn.Module) -> None:
 
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield of each linear layer with DoRA its magnitude [out], the base's matrix, and True if that is [in, out].
+    """Yield each DoRA layer's magnitude [out], its base matrix, and True if the matrix is [in, out].
 
     `lora_magnitude_vector` by the adapter's name, `fan_in_fan_out` and `dequantize_module_weight`.
     """
@@ -113,9 +113,9 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def ignore_tying_warning() -> Iterator[None]:
-    """Do not show PEFT's warning about an adapter on one of two tied layers, which names a setting of PEFT's own.
+    """Ignore PEFT's warning about an adapter on one of two tied layers, which names a setting of PEFT.
 
-    By its first words. Such a layer is saved and merged as a copy of its own.
+    It is matched by its first words. Such a layer is saved and merged as a separate copy.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True` and a tied layer is part of")

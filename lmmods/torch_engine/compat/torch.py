@@ -93,7 +93,7 @@ def count_flops(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> 
     """Return the FLOPs of an operation: `torch.utils.flop_counter`, whose table is private.
 
     The table lacks attention on CPUs, which is counted as that on GPUs: its operators begin with the same arguments. It
-    also lacks grouped matrix products, counted here directly: each row or column is in exactly one group.
+    also lacks grouped matrix products, which are counted here: each row or column is in exactly one group.
     """
     if func is GROUPED:
         return 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
@@ -114,7 +114,7 @@ def process_group_ranks(args: tuple) -> list[int]:
         torch.distributed.distributed_c10d._resolve_process_group(args[-1]))
 
 
-def group(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
+def grouped_product(left: Tensor, right: Tensor, ends: Tensor, *_: Any) -> Tensor:
     """Return the output of `GROUPED` without values: torch's own meta function only supports bfloat16.
 
     Args:
@@ -149,11 +149,11 @@ def watch_resizes(changed: Callable[[torch.UntypedStorage, int], None]) -> Itera
 
 
 @contextmanager
-def simulate_processes(number: int) -> Iterator[None]:
-    """While entered, act as the first of `number` processes, whose collectives do nothing: backend `fake`."""
+def simulate_processes(num_processes: int) -> Iterator[None]:
+    """While entered, act as the first of `num_processes` processes, whose collectives do nothing: backend `fake`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
     try:
         yield
     finally:

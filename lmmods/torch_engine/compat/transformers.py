@@ -42,38 +42,38 @@ def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    left = HfQuantizer.get_modules_to_not_convert(model, skip, model._keep_in_fp32_modules)
+    skipped = HfQuantizer.get_modules_to_not_convert(model, skip, model._keep_in_fp32_modules)
     return [name for name, module in model.named_modules()
-            if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, left)]
+            if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped)]
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Make from_pretrained show its bar only after two seconds, and its "LOAD REPORT" only with an error.
+    """Make from_pretrained show its progress bar only after two seconds, and its "LOAD REPORT" only with an error.
 
     The report lists missing and unexpected weights. The filter is on the module's logger, as the public API only sets
     the level of all loggers of transformers.
     """
     logger, reports = logging.getLogger("transformers.modeling_utils"), []
 
-    def other(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
         is_report = "LOAD REPORT" in str(record.msg)
         if is_report:
             reports.append(record)
         return not is_report
 
-    logger.addFilter(other)
+    logger.addFilter(is_other)
     hook = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **kwargs, delay=2, leave=False))
     try:
         yield
     except BaseException:
-        logger.removeFilter(other)
-        # Loading has failed, so the report may say why.
+        logger.removeFilter(is_other)
+        # Loading has failed, so the report may contain the reason.
         for report in reports:
             logger.handle(report)
         raise
     finally:
-        logger.removeFilter(other)
+        logger.removeFilter(is_other)
         set_tqdm_hook(hook)
 
 
@@ -100,7 +100,7 @@ def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
     equal = modeling_utils._tied_params_are_equal
 
     class Name:
-        """A tensor in a file, which is reopened for each read: mapped pages that were read count as memory."""
+        """A tensor in a file, which is reopened for each read, as mapped pages that were read count as memory."""
 
         def __init__(self, file: str, name: str, opened: Any):
             self.file, self.name, self.opened = file, name, opened
@@ -112,7 +112,7 @@ def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
             with reading(), safe_open(self.file, "pt") as file:
                 return file.get_slice(self.name)[part]
 
-        # `copy=True`: what is read must not keep the mapped file in memory.
+        # `copy=True`, as a view would keep the mapped file in memory.
         def lazy(self, dtype: torch.dtype) -> LazyArray:
             return LazyArray(self.opened.get_shape(), dtype, lambda part: self[part].to(dtype, copy=True), torch.empty)
 
@@ -141,7 +141,7 @@ def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
 
     def deferred(pool: Any, tensor: Any, device: Any = None, dtype: torch.dtype | None = None, tensor_idx: Any = None,
                  **options: Any) -> Callable[[], Any]:
-        # A tensor of a file that becomes a parameter as it is. With `tensor_idx` it is one part of a parameter.
+        # The tensor becomes a parameter as it is. With `tensor_idx` it would be a part of a parameter.
         if tensor_idx is None and isinstance(tensor, Name) and dtype is not None and tensor.get_shape():
             return lambda: tensor.lazy(dtype)
         # Codes of bitsandbytes in a file are uint8 [n, 1].
@@ -160,10 +160,10 @@ def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
             value = value.over_first(slice(None))
         put(model, name, value, *others)
 
-    with (_put(modeling_utils, "safe_open", File), _put(core_model_loading, "spawn_materialize", deferred),
-          _put(core_model_loading, "set_param_for_module", set_param),
-          _put(modeling_utils, "_tied_params_are_equal", lambda one, other: equal(values(one), values(other))),
-          _put(modeling_utils, "caching_allocator_warmup", lambda *_: None)):
+    with (_patch(modeling_utils, "safe_open", File), _patch(core_model_loading, "spawn_materialize", deferred),
+          _patch(core_model_loading, "set_param_for_module", set_param),
+          _patch(modeling_utils, "_tied_params_are_equal", lambda one, other: equal(values(one), values(other))),
+          _patch(modeling_utils, "caching_allocator_warmup", lambda *_: None)):
         yield
 
 
@@ -247,26 +247,26 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values with room for further tokens: a step writes its own, where `DynamicLayer` copies all of them."""
+    """Keys and values with space for more tokens, so that a step does not copy all of them as `DynamicLayer` does."""
 
-    ROOM = 64  # tokens
+    EXTRA = 64  # number of tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states [B, heads, T, D] of new tokens; returns those of all tokens."""
+        """Append the states [B, heads, T, D] of new tokens; return the states of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
             self._full: tuple[Tensor, ...] = self.keys, self.values
-        begin = self.keys.shape[2]
-        end = begin + key_states.shape[2]
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
         if end > self._full[0].shape[2] or len(key_states) != len(self._full[0]):
             old, self._full = (self.keys, self.values), tuple(
-                states.new_empty(*states.shape[:2], end + self.ROOM, states.shape[3])
+                states.new_empty(*states.shape[:2], end + self.EXTRA, states.shape[3])
                 for states in (key_states, value_states))
             for full, states in zip(self._full, old, strict=True):
-                full[:, :, :begin] = states
+                full[:, :, :start] = states
         for full, states in zip(self._full, (key_states, value_states), strict=True):
-            full[:, :, begin:end] = states
+            full[:, :, start:end] = states
         self.keys, self.values = (full[:, :, :end] for full in self._full)
         return self.keys, self.values
 
@@ -274,14 +274,14 @@ class PreallocatedLayer(DynamicLayer):
         """Keep these rows, in this order; rows may repeat."""
         super().reorder_cache(beam_idx)
         if self.is_initialized:
-            self._full = self.keys, self.values  # without room, which the next token makes
+            self._full = self.keys, self.values  # without extra space, which the next token allocates
 
 
 def has_separable_rows(cache: Any) -> bool:
     """True if `reorder_cache` can drop and repeat rows: each layer keeps keys and values by row, and nothing else."""
-    # A layer that borrows keys and values has a placeholder, in versions that know such layers.
-    kinds = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
-    return type(cache) is DynamicCache and bool(cache.layers) and all(type(layer) in kinds for layer in cache.layers)
+    # A layer that shares another layer's keys and values has a placeholder, in versions with such layers.
+    classes = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
+    return type(cache) is DynamicCache and bool(cache.layers) and all(type(layer) in classes for layer in cache.layers)
 
 
 def preallocate_cache(cache: DynamicCache) -> None:
@@ -361,12 +361,12 @@ def replace_truncated_normals(draw: Callable[[Tensor, float, float, float], None
 def _replace_method(method: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
     from transformers import PreTrainedModel
 
-    with _put(PreTrainedModel, method, replacement(getattr(PreTrainedModel, method))):
+    with _patch(PreTrainedModel, method, replacement(getattr(PreTrainedModel, method))):
         yield
 
 
 @contextmanager
-def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patch(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -17,19 +17,19 @@ from lmmods.torch_engine.compat.peft import adapted_parameter, has_one_adapter, 
 from lmmods.torch_engine.compat.torch import hides_saved_tensors, storage_of
 from lmmods.torch_engine.nn.loss import LossSums
 
-# Its network in transformers outputs router logits without an argument of that name; they are probabilities.
+# transformers' network outputs probabilities as router logits, without an argument `output_router_logits`.
 GEMMA = "gemma4_text"
 
 
 def routed_mixture(model: nn.Module) -> Mixture | None:
-    """Return the mixture of experts of a network, also wrapped by PEFT; None if it does not output router logits."""
+    """Return the mixture of experts of a network, with or without PEFT; None if it does not output router logits."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    tells = "output_router_logits" in inspect.signature(type(base).forward).parameters
-    return mixture_of(model.config) if tells or model.config.model_type == GEMMA else None
+    has_router_logits = "output_router_logits" in inspect.signature(type(base).forward).parameters
+    return mixture_of(model.config) if has_router_logits or model.config.model_type == GEMMA else None
 
 
 def router_probabilities(model: nn.Module, outputs: Any) -> list[Tensor]:
-    """Return the float32 probabilities of each layer's router, [B * T, E], of outputs with router logits."""
+    """Return the float32 probabilities of each layer's router, [B * T, E], from outputs with router logits."""
     if model.config.model_type == GEMMA:
         return list(outputs.router_logits)
     return [logits.float().softmax(-1) for logits in outputs.router_logits]
@@ -37,29 +37,29 @@ def router_probabilities(model: nn.Module, outputs: Any) -> list[Tensor]:
 
 def with_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixture, real: Tensor, row_weights: Tensor,
               coefficient: float) -> LossSums:
-    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS` as last.
+    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
-    mean probability; its mean over layers is weighted by the row's scored tokens.
+    mean probability; its mean over layers is weighted by the row's target tokens.
 
     Args:
         router_probabilities: Of each layer, float32 [B * T, E].
         real: [B, T], False for padding.
-        row_weights: [B], share of each row in `sums.weight`.
+        row_weights: [B], each row's part of `sums.weight`.
         coefficient: Weight of the load-balancing loss.
     """
     real, layers = real.float(), []
-    # A row of padding only has no tokens: its load is 0, not NaN.
+    # A row with only padding has load 0, not NaN.
     num_tokens = real.sum(1, keepdim=True).clamp(min=1)
     for probabilities in router_probabilities:
         probabilities = probabilities.view(*real.shape, -1)  # [B * T, E] -> [B, T, E]
         chosen = probabilities.detach().topk(mixture.per_token, -1).indices
         # One-hot choices [B, T, E]. They have no gradient: the loss reaches the router through the probabilities only.
-        taken = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
+        is_chosen = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
         # f and P of the docstring, [B, E]; padding counts in neither.
-        counts, means = (torch.einsum("bte,bt->be", x, real) / num_tokens for x in (taken, probabilities))
-        even = counts * (mixture.num / mixture.per_token)  # load relative to an even one, 1 for each expert if balanced
-        layers.append(torch.stack([mixture.num * (counts * means).sum(-1), even.amax(-1), even.amin(-1)]))  # [3, B]
+        counts, means = (torch.einsum("bte,bt->be", x, real) / num_tokens for x in (is_chosen, probabilities))
+        load = counts * (mixture.num / mixture.per_token)  # 1 for each expert if balanced
+        layers.append(torch.stack([mixture.num * (counts * means).sum(-1), load.amax(-1), load.amin(-1)]))  # [3, B]
     by_row = torch.stack(layers).mean(0)  # [3, B]
     summed = by_row @ row_weights.to(by_row)  # [3, B] [B] -> [3]
     metrics = torch.stack([summed.detach(), row_weights.sum().to(summed).expand(3)], 1)
@@ -69,13 +69,13 @@ def with_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixtu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts in 4 bits: the stacked matrices of a layer are stored as codes of bitsandbytes and dequantised when read.
+# 4-bit experts: the stacked matrices of a layer are stored as bitsandbytes' codes and dequantised when they are read.
 #
-# While a layer runs, each of its matrices exists once. The backward pass dequantises them again, so that only the codes
-# are kept for it.
+# While a layer runs, each of its matrices exists once. The backward pass dequantises them again, so that only codes are
+# saved for it.
 
 def is_stacked(name: str, parameter: Tensor) -> bool:
-    """True if a parameter holds the stacked matrices of all experts of a layer, [E, ...]."""
+    """True if a parameter contains the stacked matrices of all experts of a layer, [E, ...]."""
     return ".experts." in name and parameter.ndim == 3
 
 
@@ -88,16 +88,16 @@ def pack(model: nn.Module, states: dict[str, Any]) -> None:
     if states:
         dequantize_by_blocks()
     for name, state in states.items():
-        path, _, own = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if not isinstance(module, _Recomputing):
             # The layer's own class follows in the method resolution order, so that `super().forward` is its forward.
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (_Recomputing, kind), {})
-            # Recorded before the parametrisation moves these parameters to a submodule, which loses their order.
+            cls = type(module)
+            module.__class__ = type(cls.__name__, (_Recomputing, cls), {})
+            # Record the order before the parametrisation moves these parameters to a submodule.
             module.parameter_order = [name for name, _ in module.named_parameters(recurse=False)]
         # `unsafe` permits codes and matrices to differ in shape and dtype.
-        parametrize.register_parametrization(module, own, _Matrices(state), unsafe=True)
+        parametrize.register_parametrization(module, leaf, _Matrices(state), unsafe=True)
 
 
 def packed_names(model: nn.Module) -> list[str]:
@@ -108,18 +108,18 @@ def packed_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def use_placeholders(model: nn.Module) -> Iterator[None]:
-    """Replace packed parameters by plain placeholders of their shape, as PEFT only puts adapters on plain ones."""
+    """Replace packed parameters by plain placeholders of their shape, as PEFT only adapts plain parameters."""
     packed: list[tuple[nn.Module, str, nn.Parameter, _Matrices]] = []
     for module in list(model.modules()):
         if isinstance(module, _Recomputing):
-            kind = type(module)  # shared by copies of a module, although parametrised names are properties of it
-            module.__class__ = type(kind)(kind.__name__, kind.__bases__, {
-                name: own for name, own in vars(kind).items() if name not in ("__dict__", "__weakref__")})
+            cls = type(module)  # copies of a module share this class, but parametrised names are its properties
+            module.__class__ = type(cls)(cls.__name__, cls.__bases__, {
+                name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")})
             for name, matrices in _matrices(module).items():
                 codes = module.parametrizations[name].original
                 packed.append((module, name, codes, matrices))
                 parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-                # One element, expanded: takes no memory.
+                # One expanded element needs no memory.
                 empty = torch.zeros((), dtype=matrices.state.dtype, device=codes.device).expand(matrices.state.shape)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
             for name in module.parameter_order:  # the order in which PEFT wraps parameters
@@ -132,7 +132,7 @@ def use_placeholders(model: nn.Module) -> Iterator[None]:
         for module, name, codes, matrices in packed:
             setattr(module, name, codes)
             parametrize.register_parametrization(module, name, matrices, unsafe=True)
-        # PEFT's forward cannot handle a parameter that is parametrised already.
+        # PEFT's forward does not support a parameter that is already parametrised.
         for _, layer in lora_layers(model):
             if (name := adapted_parameter(layer)) and isinstance(layer.get_base_layer(), _Recomputing):
                 layer.forward = partial(_run_adapter, layer, name)
@@ -150,7 +150,7 @@ class _Matrices(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
-        # `Module.to` moves the codes, but not the scales in the state.
+        # `Module.to` moves the codes, but not the state's scales.
         if self.state.absmax.device != codes.device:
             self.state.to(codes.device)
         matrices = dequantize_4bit(codes, self.state)
@@ -162,7 +162,7 @@ class _Matrices(nn.Module):
 def _matrices(module: nn.Module) -> dict[str, _Matrices]:
     """Return the `_Matrices` of a layer by parameter name."""
     lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()
-    return {name: own[0] for name, own in lists if isinstance(own[0], _Matrices)}
+    return {name: parametrizations[0] for name, parametrizations in lists if isinstance(parametrizations[0], _Matrices)}
 
 
 class _Recomputing(nn.Module):
@@ -171,20 +171,20 @@ class _Recomputing(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Within a call each matrix is dequantised once, however often the layer reads it.
         with parametrize.cached():
-            if not torch.is_grad_enabled() or hides_saved_tensors():  # under checkpointing nothing is saved
+            if not torch.is_grad_enabled() or hides_saved_tensors():  # checkpointing saves nothing
                 return super().forward(*args, **kwargs)
             # By identity, as the matrices report their owner to `note` when they are dequantised.
-            call = _Call({id(own): partial(_again, self, name) for name, own in _matrices(self).items()})
+            call = _Call({id(matrices): partial(_again, self, name) for name, matrices in _matrices(self).items()})
             try:
-                for own in _matrices(self).values():
-                    own.call = call
+                for matrices in _matrices(self).values():
+                    matrices.call = call
                 with saved_tensors_hooks(call.keep, call.give):
                     return super().forward(*args, **kwargs)
             finally:
-                # From here on only codes are kept; matrices still needed are dequantised again in the backward pass.
+                # From now on only codes exist; the backward pass dequantises matrices again.
                 call.matrices.clear()
-                for own in _matrices(self).values():
-                    own.call = None
+                for matrices in _matrices(self).values():
+                    matrices.call = None
 
 
 def _again(module: nn.Module, name: str) -> Tensor:
@@ -202,15 +202,15 @@ class _Part(NamedTuple):
 
 
 class _Source:
-    """Matrices dequantised again for the first view needed in the backward pass, and freed with the last."""
+    """Matrices that the backward pass dequantises for the first view, and frees with the last view."""
 
     def __init__(self, make: Callable[[], Tensor]):
-        self._make, self._made = make, None
+        self._make, self._matrices = make, None
 
     def matrices(self) -> Tensor:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        if self._matrices is None:
+            self._matrices = self._make()
+        return self._matrices
 
 
 class _Call:
@@ -221,8 +221,8 @@ class _Call:
     """
 
     def __init__(self, makers: dict[int, Callable[[], Tensor]]):
-        self._sources = {number: _Source(make) for number, make in makers.items()}
-        # Holding the tensors keeps the ids of their storages from being reused during the call.
+        self._sources = {key: _Source(make) for key, make in makers.items()}
+        # References to the tensors prevent the reuse of their storages' ids during the call.
         self.matrices: dict[int, tuple[Tensor, _Source]] = {}  # by their storages
 
     def note(self, matrices: Tensor, owner: _Matrices) -> None:
@@ -233,13 +233,13 @@ class _Call:
         if source is None:
             # Detached: an output saved with its own graph would be a reference cycle.
             return tensor.detach()
-        # Of a view of the matrices only the geometry is saved; all views of a parameter share its source.
+        # For a view of the matrices, save only its geometry; all views of a parameter share its source.
         return _Part(source, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def give(self, kept: Tensor | _Part) -> Tensor:
-        if not isinstance(kept, _Part):
-            return kept
-        return kept.source.matrices().as_strided(kept.size, kept.stride, kept.offset)
+    def give(self, saved: Tensor | _Part) -> Tensor:
+        if not isinstance(saved, _Part):
+            return saved
+        return saved.source.matrices().as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _Sum(nn.Module):
@@ -257,7 +257,7 @@ class _Sum(nn.Module):
 def _run_adapter(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     """Forward of PEFT's adapter on a packed parameter.
 
-    PEFT's own (0.21) does not remove its sum again from a parameter that is already parametrised.
+    PEFT's forward (0.21) does not remove its sum from a parameter that is already parametrised.
     """
     if layer.disable_adapters or not has_one_adapter(layer):
         return layer.base_layer(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Weight initialisation: each architecture's own scheme, with random numbers from `core.initialization`."""
+"""Weight initialisation by each architecture's own scheme, with random numbers from `core.initialization`."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -46,18 +46,17 @@ class _Memory:
 
     Args:
         tensor: Keeps the storage alive.
-        number: Name of its stream, if it belongs to no parameter.
+        stream: Name of its random stream, if it does not belong to a parameter.
         writes: Deferred writes to it and to parts of it, in order.
     """
 
     tensor: Tensor
-    number: str
+    stream: str
     writes: list[tuple[Tensor, Callable, tuple]] = field(default_factory=list)
 
-
     def is_simple(self) -> bool:
-        """True if one draw in row-major order fills all of it, followed at most by constants in contiguous parts."""
-        # The first write is to the whole: `_write` drops those before it. Of a draw, `values` is the distribution.
+        """True if one random write in row-major order fills it, followed only by constants in contiguous parts."""
+        # The first write is to the whole, as `_write` drops earlier ones. `values` is its distribution.
         (tensor, _, values), *parts = self.writes
         return (_is_whole(tensor) and tensor.is_contiguous() and isinstance(values[0], Distribution)
                 and all(part.is_contiguous() and not isinstance((*value, 0)[0], Distribution)
@@ -66,7 +65,7 @@ class _Memory:
 
 @dataclass
 class InitialValues:
-    """Initial values of a deferred parameter, drawn when read; a `Source`.
+    """Initial values of a deferred parameter, generated when they are read; a `Source`.
 
     Args:
         name: Name of the parameter in the model's folder.
@@ -83,9 +82,9 @@ class InitialValues:
         """Return the values of some rows, float32 [len(rows), ...]."""
         part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
         values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
-        first = rows.start * math.prod(self.shape[1:])  # place of the first element in the whole, flattened
+        first = rows.start * math.prod(self.shape[1:])  # index of the first element in the flattened whole
         for start, end, constant in self.constants:
-            # Clipped to these rows: an end at or below the start selects nothing.
+            # Clip to these rows; an end at or below the start selects nothing.
             values.reshape(-1)[max(start - first, 0):max(end - first, 0)] = constant
         return torch.from_numpy(values)
 
@@ -94,12 +93,12 @@ class InitialValues:
 
 
 class InitialWeights(DispatchMode):
-    """While entered, `normal_` and `uniform_` draw from a random stream of the parameter that they fill.
+    """Mode in which `normal_` and `uniform_` use a separate random stream for each parameter.
 
-    So does transformers' `trunc_normal_`. Draws are deferred until their values are read, or until `start` ends, so
-    draws that are overwritten, or whose parameter is then tied to another, cost nothing. A part of a parameter gets
-    the same values as in a draw of the whole. A tensor that is not a parameter has a stream named by its module and a
-    number. Other random functions use torch's generator, which is seeded for each module.
+    So does transformers' `trunc_normal_`. Random writes are deferred until their values are read or `start` ends, so
+    overwritten writes, or writes to parameters that are then tied, cost nothing. A part of a parameter gets the same
+    values as in a write to the whole. The stream of a tensor that is not a parameter is named by its module and an
+    index. Other random functions use torch's generator, which is seeded for each module.
 
     Args:
         seed: Seed of the run.
@@ -109,8 +108,8 @@ class InitialWeights(DispatchMode):
         super().__init__()
         self._seed = seed
         self._names: dict[int, str] = {}
-        self._waiting: dict[int, _Memory] = {}
-        self._place, self._num_unnamed = "", 0
+        self._deferred: dict[int, _Memory] = {}
+        self._module_name, self._num_unnamed = "", 0
 
     @torch.no_grad()
     def start(self, model: nn.Module, initialize: Callable[[], None], file_name: Callable[[str], str] = str,
@@ -118,64 +117,64 @@ class InitialWeights(DispatchMode):
         """Run the initialisation of a model that has been built.
 
         Args:
-            file_name: Maps a parameter's name in the model to that in the model's folder.
-            by_parts: Defer parameters of which each process can draw its own rows (see `stored`).
+            file_name: Maps a parameter's name in the model to its name in the model's folder.
+            by_parts: Defer parameters whose rows can be initialised separately; see `stored`.
         """
         def names() -> dict[int, str]:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             # Reversed, so that a tied tensor gets the first of its names.
             return {_memory(tensor): file_name(name) for name, tensor in reversed(tensors) if _is_real(tensor)}
 
-        # Initialisation may tie tensors, so names are taken again after it.
-        before, modules = names(), {module: name for name, module in model.named_modules()}
-        # torch.manual_seed stores a traceback for each kind of device, even without any: too slow to call per module
+        # Initialisation may tie tensors, so collect names again afterwards.
+        names_before, modules = names(), {module: name for name, module in model.named_modules()}
+        # torch.manual_seed stores a traceback for each device type, even without devices: too slow for every module.
         set_seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
         def enter(module: nn.Module) -> None:
-            self._place, self._num_unnamed = modules[module], 0
-            set_seed(stream_key(self._seed, self._place) >> 64)  # from 128 bits to torch's 64
+            self._module_name, self._num_unnamed = modules[module], 0
+            set_seed(stream_key(self._seed, self._module_name) >> 64)  # from 128 bits to torch's 64
 
-        self._names = before
+        self._names = names_before
         with before_each_module(enter), replace_truncated_normals(self._draw_truncated):
             initialize()
         self._names = names()
-        # What one draw fills becomes a placeholder; the rest is completed below.
+        # Parameters filled by one random write become placeholders; complete the rest below.
         if by_parts:
             for name, param in model.named_parameters():
-                waiting = self._waiting.get(_memory(param)) if _is_real(param) else None
-                if waiting is not None and waiting.is_simple():
-                    _, _, (distribution,) = waiting.writes[0]
+                memory = self._deferred.get(_memory(param)) if _is_real(param) else None
+                if memory is not None and memory.is_simple():
+                    _, _, (distribution,) = memory.writes[0]
                     constants = [(part.storage_offset(), part.storage_offset() + part.numel(), value[0] if value else 0)
-                                 for part, _, value in waiting.writes[1:]]
-                    del self._waiting[_memory(param)]
+                                 for part, _, value in memory.writes[1:]]
+                    del self._deferred[_memory(param)]
                     defer(param, InitialValues(self._seed, file_name(name), distribution, tuple(param.shape),
                                                constants))
-        for memory in list(self._waiting):
-            if memory in before and memory not in self._names:  # tied to something else
-                del self._waiting[memory]
+        for storage in list(self._deferred):
+            if storage in names_before and storage not in self._names:  # tied to something else
+                del self._deferred[storage]
             else:
-                self._complete(memory)
+                self._complete(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # Draws and the constants that follow them in parts of a tensor (a padding row of zeros) are recorded, not run.
+        # Record, but do not run, random writes, and constants then written to parts (a padding row of zeros).
         if func in DISTRIBUTIONS and _is_real(args[0]) and args[0].is_floating_point():
             self._write(args[0], self._draw, (DISTRIBUTIONS[func](*args[1:]),))
             return args[0]
-        if func in CONSTANTS and _is_real(args[0]) and _memory(args[0]) in self._waiting and not _is_whole(args[0]):
+        if func in CONSTANTS and _is_real(args[0]) and _memory(args[0]) in self._deferred and not _is_whole(args[0]):
             self._write(args[0], lambda _, tensor, *value: func(tensor, *value), args[1:])
             return args[0]
-        # So is the logarithm of a draw (A_log of linear attention), whose rounding differs between libraries.
-        if func is aten.log_.default and _memory(args[0]) in self._waiting and _is_whole(args[0]):
-            tensor, write, values = self._waiting[_memory(args[0])].writes[-1]
+        # Also record a random write's logarithm (A_log of linear attention): its rounding differs between libraries.
+        if func is aten.log_.default and _memory(args[0]) in self._deferred and _is_whole(args[0]):
+            tensor, write, values = self._deferred[_memory(args[0])].writes[-1]
             if isinstance(values[0], Uniform) and _is_whole(tensor):
                 self._write(args[0], write, (LogUniform(values[0].low, values[0].high),))
                 return args[0]
-        # Any other operation needs the values, unless it overwrites all of them. Views and shapes do not.
-        if self._waiting and not func.is_view and func not in SHAPES_ALONE:
+        # Other operations need the values, unless they overwrite all of them or only need views and shapes.
+        if self._deferred and not func.is_view and func not in SHAPES_ALONE:
             for tensor in tensors_in((args, kwargs)):
-                if _is_real(tensor) and _memory(tensor) in self._waiting:
+                if _is_real(tensor) and _memory(tensor) in self._deferred:
                     overwritten = tensor is args[0] and _is_whole(tensor) and func in (*CONSTANTS, aten.copy_.default)
-                    self._waiting.pop(_memory(tensor)) if overwritten else self._complete(_memory(tensor))
+                    self._deferred.pop(_memory(tensor)) if overwritten else self._complete(_memory(tensor))
         return func(*args, **kwargs or {})
 
     def _draw_truncated(self, tensor: Tensor, mean: float, std: float, cut: float) -> None:
@@ -184,31 +183,31 @@ class InitialWeights(DispatchMode):
 
     def _write(self, tensor: Tensor, write: Callable, values: tuple) -> None:
         memory = _memory(tensor)
-        waits = memory in self._waiting
-        if not waits:
+        is_deferred = memory in self._deferred
+        if not is_deferred:
             self._num_unnamed += memory not in self._names
-            self._waiting[memory] = _Memory(tensor, f"{self._place}#{self._num_unnamed}")
-        if _is_whole(tensor):  # a write to the whole replaces what came before
-            self._waiting[memory].writes.clear()
-        self._waiting[memory].writes.append((tensor, write, values))
-        if not (waits or _is_whole(tensor)):  # the rest of the storage has values already
+            self._deferred[memory] = _Memory(tensor, f"{self._place}#{self._num_unnamed}")
+        if _is_whole(tensor):  # a write to the whole replaces earlier writes
+            self._deferred[memory].writes.clear()
+        self._deferred[memory].writes.append((tensor, write, values))
+        if not (is_deferred or _is_whole(tensor)):  # the rest of the storage already has values
             self._complete(memory)
 
     def _complete(self, memory: int) -> None:
-        waiting = self._waiting.pop(memory)
-        for tensor, write, values in waiting.writes:
-            write(self._names.get(memory, waiting.number), tensor, *values)
+        deferred = self._deferred.pop(memory)
+        for tensor, write, values in deferred.writes:
+            write(self._names.get(memory, deferred.stream), tensor, *values)
 
     def _draw(self, name: str, tensor: Tensor, distribution: Distribution) -> None:
-        plain = tensor.detach()
-        # In place without a temporary, the usual case.
-        if plain.device.type == "cpu" and plain.dtype == torch.float32 and plain.is_contiguous() and _is_whole(plain):
-            fill(self._seed, name, distribution, plain.numpy())
+        param = tensor.detach()
+        # Usually in place, without a temporary.
+        if param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous() and _is_whole(param):
+            fill(self._seed, name, distribution, param.numpy())
         else:
-            # Drawn for the whole storage, of which the tensor is a view: a part gets the values it has in the whole.
-            size = plain.untyped_storage().nbytes() // plain.element_size()
+            # Generate values for the whole storage, as a view gets the values that it has in the whole.
+            size = param.untyped_storage().nbytes() // param.element_size()
             values = torch.from_numpy(draw(self._seed, name, distribution, (size,)))
-            plain.copy_(values.as_strided(plain.shape, plain.stride(), plain.storage_offset()))
+            param.copy_(values.as_strided(param.shape, param.stride(), param.storage_offset()))
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -224,7 +223,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False) -> nn.Module:
-    """Return a model of transformers with initial weights.
+    """Return a model of transformers with random initial weights.
 
     Args:
         make: Builds it from a configuration.
