@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lmmods.core.initialization import Normal, Uniform, draw
 from lmmods.torch_engine.nn import initialization, sharding
 from lmmods.torch_engine.nn.initialization import InitialWeights, from_config
-from lmmods.torch_engine.nn.stored import read_shards, waiting
+from lmmods.torch_engine.nn.stored import pop_sources, read_shards
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 OTHERS = {  # beyond the families that both engines have: other kinds of layers and ways to start
@@ -179,7 +179,7 @@ def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
     try:
         model = from_config(make, 3, by_parts=True)
         matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
-        stored = waiting(model)
+        stored = pop_sources(model)
         assert set(stored) == matrices and not num_rows
         mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
         sharding.shard(Wrapped(model), model, mesh)
