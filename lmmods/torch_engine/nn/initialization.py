@@ -186,7 +186,7 @@ class InitialWeights(DispatchMode):
         is_deferred = memory in self._deferred
         if not is_deferred:
             self._num_unnamed += memory not in self._names
-            self._deferred[memory] = _Memory(tensor, f"{self._place}#{self._num_unnamed}")
+            self._deferred[memory] = _Memory(tensor, f"{self._module_name}#{self._num_unnamed}")
         if _is_whole(tensor):  # a write to the whole replaces earlier writes
             self._deferred[memory].writes.clear()
         self._deferred[memory].writes.append((tensor, write, values))
