@@ -96,16 +96,16 @@ def test_the_assistant_mask_of_transformers_is_what_is_scored(name, bytes_folder
     check()
 
 
-@pytest.mark.parametrize(("message", "tools", "output"), [
+@pytest.mark.parametrize(("message", "tools", "problem"), [
     ({"role": "user", "content": [{"type": "image"}]}, None, "not text"), ({"role": "user"}, None, "not text"),
     ({"role": "critic", "content": "bad"}, None, "critic"),
     ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}, None, "no place for tools"),
     ({"role": "user", "content": "a"}, [{"type": "function", "function": {"name": "f"}}], "no place for tools"),
 ])
-def test_what_a_template_has_no_place_for_is_refused(message, tools, output, bytes_folder):
+def test_what_a_template_has_no_place_for_is_refused(message, tools, problem, bytes_folder):
     tokenizer = AutoTokenizer.from_pretrained(bytes_folder)
     source = template_jinja(renderer_of("chatml", tokenizer))
-    with pytest.raises(jinja2.TemplateError, match=output):
+    with pytest.raises(jinja2.TemplateError, match=problem):
         tokenizer.apply_chat_template([message], tools=tools, chat_template=source)
 
 

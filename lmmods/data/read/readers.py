@@ -33,7 +33,7 @@ TEXT_PART = 1 << 14  # characters; longer documents are divided, which bounds me
 # Characters of a row: ten million tokens, the longest context of a model, have fewer. Without a limit, a compressed
 # file of a few megabytes could expand to a row of gigabytes.
 LONGEST = 64_000_000
-LONG_PART = 1 << 20  # characters of the pieces of a longer line of text
+LONG_PART = 1 << 20  # characters of the parts of a longer line of text
 LONGEST_DOCUMENT = 512_000_000  # characters of a .json that is no array of records: it is parsed as a whole
 TOO_LONG = f"a row of more than {LONGEST:,} characters, longer than any model could take"
 READ_AT_ONCE = 1 << 20  # bytes
