@@ -118,7 +118,8 @@ class Splits:
                 entry["first"].append(f"{rows.location(index)}, like {rows.location(original)}")
         unique_rows = rows.subset(np.flatnonzero(~np.isin(rows.index, duplicates.rows)))
         for store, size in zip(rows.stores, unique_rows.source_sizes.tolist(), strict=True):
-            if report := self.left_out.get(store.name):
+            if store.name in self.left_out:
+                report = self.left_out[store.name]
                 report["rows_kept"] = report.get("rows_kept", 0) + size
         return unique_rows
 

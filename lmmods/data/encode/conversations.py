@@ -19,7 +19,7 @@ from lmmods.data.read.conversation import Conversation, Message, RowProblem
 from lmmods.data.read.formats import find_format, read_conversation
 from lmmods.data.read.turns import Roles
 
-Shortened = TypeVar("Cut")
+Shortened = TypeVar("Shortened")
 
 
 def drop_fewest_turns(start_turns: list[int], encode: Callable[[int], Shortened | None]) -> Shortened:
