@@ -16,7 +16,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.settings import Generation
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields
-from lmmods.runs.averaging import averaged_parameters
+from lmmods.runs.averaging import load_averages
 from lmmods.runs.checkpoint import check_manifest, open_checkpoint
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "tpu")
@@ -61,7 +61,7 @@ class TextModel:
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
             check_manifest(checkpoint)
             content = open_checkpoint(checkpoint)
-            content["state_dict"] = averaged_parameters(content, network.num_named_layers)
+            content["state_dict"] = load_averages(content, network.num_named_layers)
             params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch), rest)
         self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
         self._pad = data.tokenizer.pad_token_id

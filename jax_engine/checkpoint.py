@@ -17,7 +17,7 @@ from jax_engine.tasks.base import Weights
 from lmmods.core import lazy_array
 from lmmods.core.errors import UserError
 from lmmods.core.settings import Optimizer
-from lmmods.runs.averaging import averaged_parameters
+from lmmods.runs.averaging import load_averages
 from lmmods.runs.checkpoint import (
     BackgroundWriter,
     CheckpointContent,
@@ -144,7 +144,7 @@ def load_weights(run: Run, checkpoint: Path) -> None:
     """Replace the run's initial parameters with a checkpoint's."""
     content, network, weights = _open(checkpoint), run.task.network, run.weights
     like = run.parallel.shapes(weights.trainable)
-    content = {**content, "state_dict": averaged_parameters(content, network.num_named_layers)}
+    content = {**content, "state_dict": load_averages(content, network.num_named_layers)}
     trainable = unpack_trainable(content, like, network.to_torch, network.from_torch)
     run.weights = Weights(run.parallel, run.parallel.put_state(trainable), weights.frozen)
 

@@ -24,7 +24,7 @@ from jax_engine.distributed.steps import Clipping, Steps
 from jax_engine.distributed.target import present_target
 from jax_engine.distributed.tree import Tree
 from jax_engine.memory import step_memory
-from jax_engine.models.experts import check_shared
+from jax_engine.models.experts import check_expert_mesh
 from jax_engine.models.generate import generate
 from jax_engine.optim import build
 from jax_engine.parity import measure
@@ -48,7 +48,7 @@ from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.checkpoint_policy import CheckpointPolicy
 from lmmods.runs.csv_logger import Logger, MetricsCSV
 from lmmods.runs.events import Event, Events, RunState
-from lmmods.runs.folder import RunFolder, find_resumed
+from lmmods.runs.folder import RunFolder, find_checkpoint_to_resume
 from lmmods.runs.hub_upload import Publisher
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
@@ -106,7 +106,7 @@ class Trainer(JaxTrainerFields):
         self.interruption.stop_at = stop_at
         with self._in_run_folder("fit", model,
                                  lambda: self.run_folder.check_fit(ckpt_path, overwrite, self.recipe, stop_at)):
-            self._fit(model, datamodule, find_resumed(self.run_folder, ckpt_path))
+            self._fit(model, datamodule, find_checkpoint_to_resume(self.run_folder, ckpt_path))
 
     def _fit(self, model: Task, datamodule: DataModule, resumed: Path | None) -> None:
         if self.publish.repo is not None and (problem := self.publish.problem()):
@@ -259,7 +259,7 @@ class Trainer(JaxTrainerFields):
         Peers.current().connect_all(jax.process_index(), jax.process_count(), machines.broadcast,
                                     self.heartbeat_timeout)
         with (Peers.current().end_together(),
-              folder.lock(command, check, jax.process_index() == 0, tells_later=is_multi_process)):
+              folder.lock(command, check, jax.process_index() == 0, stores_error=is_multi_process)):
             if problems := machines.gather({0: str(folder.problem)} if folder.problem else {}):
                 raise UserError(problems[0])
             try:
@@ -338,7 +338,7 @@ class Trainer(JaxTrainerFields):
             self.mmlu.prepare(datamodule, model)
             model.choice_ids = self.mmlu.choice_ids
         trainable, frozen = model.build(self.precision, datamodule, datamodule.run_seed)
-        check_shared(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
+        check_expert_mesh(self.parallel.expert_size, model.network.config.model_type, model.network.arch.experts)
         optimizer = build(model.optimizer, model.network.decays(trainable), model.network.depths(trainable)
                           ) if command == "fit" else None
         clipping = Clipping(self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
@@ -467,9 +467,9 @@ class Exporter:
             # In the foreground, because the next step reuses the buffers. Only the upload runs during training.
             params = run.task.fetch_export_params(run.eval_weights, run.parallel)
             if run.is_first:
-                folder = run.folder.room_for_upload()
+                folder = run.folder.create_upload_folder()
                 self._write(params, folder)
-                publish.upload_aside(folder, step)
+                publish.start_upload(folder, step)
 
     def finish(self) -> None:
         """Write model/ and loss.png and mark the run completed."""
@@ -478,10 +478,10 @@ class Exporter:
         params = run.task.fetch_export_params(run.eval_weights, run.parallel)
         if run.is_first:
             folder.merge_metrics(run.metrics.final(step))
-            exported = folder.room_for_model()
+            exported = folder.create_model_folder()
             self._write(params, exported)
             # Written to another folder first, so that a failed export keeps the old model.
-            folder.put_model(exported)
+            folder.replace_model(exported)
             log_checkpoint(run.loggers, folder.find("last"), ends=True)
             end_manifest(folder, step)
             folder.complete()
@@ -556,7 +556,7 @@ class Loop:
         run.bar.note("sampling")
         # The loader stops at the end of a segment, so that nothing reads ahead of answers that do not exist yet.
         # Sampling runs in this thread, in which all processes make their collective calls.
-        loader.begins_itself = False
+        loader.starts_itself = False
         loader.load_state_dict(run.data_position)
         return -(-loader.begin_segment() // run.parallel.data_parallel_size)
 

@@ -27,7 +27,7 @@ from jax_engine.distributed.target import lowering_platforms, target
 from lmmods.core.errors import UserError, first_line
 from lmmods.core.hardware import COMPILED, Target, cache_folder, no_device
 from lmmods.core.peers import Peers, cannot_meet
-from lmmods.runs.checkpoint import Shards, own_shard
+from lmmods.runs.checkpoint import Shards, slice_for_process
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of malloc.h
 VIRTUAL_DEVICES = "xla_force_host_platform_device_count"
@@ -353,7 +353,7 @@ class Replicas(Parallel):
 
     def shards(self, tree):
         # Every process has the whole state and writes a part of it.
-        return jax.tree.map(lambda x: Shards(x.shape[1:], own_shard(
+        return jax.tree.map(lambda x: Shards(x.shape[1:], slice_for_process(
             (0,) * (x.ndim - 1), x.addressable_shards[0].data[0], jax.process_index(), jax.process_count())), tree)
 
     def _place(self, x: np.ndarray) -> Array:

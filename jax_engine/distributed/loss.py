@@ -29,7 +29,7 @@ from jax_engine.distributed.mesh import partition
 from jax_engine.distributed.target import target
 from lmmods.core.hardware import Target
 from lmmods.core.labels import IGNORED
-from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
+from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, MIN_CHUNK
 from lmmods.core.settings import TokenLoss
 
 
@@ -436,7 +436,7 @@ def convert(head: Callable[[Array], Array], hidden: Array, vocab_size: int, on: 
     # Per device, a chunk has C * V logits, sharded vocabulary or not, and hidden states [lines_per_group * C, D].
     widest = max(vocab_size, lines_per_group * positions.shape[1] if axes else 0)
     # At most a whole line.
-    layout = HeadLayout(min(max(chunk_bytes(on) // (4 * widest), LEAST_CHUNK), len(positions) // num_lines), axes)
+    layout = HeadLayout(min(max(chunk_bytes(on) // (4 * widest), MIN_CHUNK), len(positions) // num_lines), axes)
     pure_head, params = jax.closure_convert(head, positions[:lines_per_group * layout.chunk])
     return pure_head, layout, params
 

@@ -28,7 +28,7 @@ from jax_engine.distributed.tree import Tree
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
-from lmmods.runs.checkpoint import Shards, own_shard
+from lmmods.runs.checkpoint import Shards, slice_for_process
 
 # Parameters are also sharded over `expert` and `sequence`, so that devices along these axes store no copies.
 _FSDP = ("fsdp", "expert", SEQUENCE)
@@ -299,8 +299,8 @@ def _copy_shards(x: Array) -> Shards:
     # Devices with copies of a shard divide the writing among them, by the index of their copy.
     different = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
     copies = len(x.sharding.device_set) // len(different)
-    parts = [own_shard(tuple(rows.indices(size)[0] for rows, size in zip(shard.index, x.shape, strict=True)),
-                       shard.data, shard.replica_id, copies) for shard in x.addressable_shards]
+    parts = [slice_for_process(tuple(rows.indices(size)[0] for rows, size in zip(shard.index, x.shape, strict=True)),
+                               shard.data, shard.replica_id, copies) for shard in x.addressable_shards]
     return Shards(x.shape, tuple(chain.from_iterable(parts)))
 
 

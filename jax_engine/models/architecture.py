@@ -27,7 +27,7 @@ class Experts:
         transposed: Matrices are [in, out].
         clamp: Gain and limit of gpt-oss's activation: gate and up features alternate and are clipped to the limit, and
             the result is gate sigmoid(gain gate) (up + 1).
-        beside_mlp: The layer also has an MLP, and its update is the sum of both (Gemma 4). Experts read a separate norm
+        has_mlp: The layer also has an MLP, and its update is the sum of both (Gemma 4). Experts read a separate norm
             of the residual stream, the router the stream itself; each of the two outputs is normed.
         scaled_router: The router divides each token by its root mean square and multiplies it by a learned vector. A
             learned factor of each expert multiplies its weight.
@@ -40,7 +40,7 @@ class Experts:
     bias: bool = False
     transposed: bool = False
     clamp: tuple[float, float] | None = None
-    beside_mlp: bool = False
+    has_mlp: bool = False
     scaled_router: bool = False
 
 
@@ -309,7 +309,7 @@ class Architecture:
         return tuple(LayerKind(
             routed[layer], name,
             "borrowed" if layer >= first else "lent" if lenders.get(name) == layer else "own",
-            None if routed[layer] and not self.experts.beside_mlp
+            None if routed[layer] and not self.experts.has_mlp
             else "wide_mlp" if layer >= first and self.wide_mlp_size else "mlp") for layer, name in enumerate(names))
 
     def head_sizes(self, attention: str) -> tuple[int, int]:

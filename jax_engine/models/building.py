@@ -18,7 +18,7 @@ from jax_engine.models.names import LORA_LEAVES
 from jax_engine.models.network import Network
 from jax_engine.models.quant import ProcessGroup, Quantized
 from lmmods.core import hf_config
-from lmmods.core.adapters import does_not_fit, quantised_in_full, tokens_to_train
+from lmmods.core.adapters import mismatch_error, quantised_in_full, tokens_to_train
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import note_quantized
@@ -96,13 +96,13 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
                        adapters.trainable_rows(network, fields.lora, tokens_to_train(data, num_rows)))
     else:
         settings = adapters.adapter_settings(fields.adapter, network)
-        if not fields.adapter_drops:
+        if not fields.adapter_has_dropout:
             settings = dataclasses.replace(settings, dropout=0.0)
         rows = adapters.adapter_rows(network, settings, fields.adapter)
         try:
             adapters.adapt(network, settings, rows)
         except UserError as error:  # its message names a key that is not in the recipe
-            raise does_not_fit(fields.adapter, error) from error
+            raise mismatch_error(fields.adapter, error) from error
     if abstract:
         params = outline(network, stored, precision, *quantisation)
         return network, params, unflatten({path: leaf for path, leaf in flatten(params).items()

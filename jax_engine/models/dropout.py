@@ -10,7 +10,7 @@ from jax import Array
 
 from jax_engine.models.architecture import Architecture, Family, Head
 from jax_engine.models.names import Names
-from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, min_kept, site_seed
 from lmmods.core.errors import UserError
 
 
@@ -144,10 +144,10 @@ def _finalise(h: Array) -> Array:
 
 def _split(mixed: Array, rate: float, axis: int) -> Array:
     bits = _finalise(mixed)
-    # `least_kept` is a multiple of 2^16, so the upper 16 bits of an int32 decide: the word's upper bits for the first
+    # `min_kept` is a multiple of 2^16, so the upper 16 bits of an int32 decide: the word's upper bits for the first
     # half of the features, and its lower bits, shifted up, for the second half.
     halves = jnp.concatenate([bits, bits << 16], axis)
-    return jax.lax.bitcast_convert_type(halves, jnp.int32) >= jnp.int32(least_kept(rate))
+    return jax.lax.bitcast_convert_type(halves, jnp.int32) >= jnp.int32(min_kept(rate))
 
 
 def token_words(batch: dict[str, Array]) -> Array:

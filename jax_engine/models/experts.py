@@ -35,7 +35,7 @@ MATRICES = ("gate_up_proj", "down_proj")  # stacked over all experts of a layer,
 BLOCK_SIZES = (8, 128)
 
 
-def check_shared(expert_size: int, model_type: str, experts: Experts | None) -> None:
+def check_expert_mesh(expert_size: int, model_type: str, experts: Experts | None) -> None:
     """Raise UserError if the experts of a layer cannot be divided over `expert_size` ranks."""
     if expert_size > 1 and (experts is None or experts.num % expert_size):
         has = f"{experts.num} experts in each layer, which {expert_size} does not divide" if experts else "no experts"
@@ -146,7 +146,7 @@ class SparseMLP(nnx.Module):
         experts = arch.experts
         self.router = (ScaledRouter if experts.scaled_router else Router)(arch, build)
         self.experts = ExpertMatrices(arch, build)
-        self.norm, self.out_norm = (Norm(arch.hidden_size, arch.norm, arch.norm_eps) if experts.beside_mlp else None
+        self.norm, self.out_norm = (Norm(arch.hidden_size, arch.norm, arch.norm_eps) if experts.has_mlp else None
                                     for _ in range(2))
 
     def __call__(self, x: Array, real: Array | None, seeds: Seeds | None = None) -> tuple[Array, Load | None]:

@@ -43,7 +43,7 @@ def _family(model_type: str) -> Family:
     return importlib.import_module(f"{families.__name__}.{_module(model_type)}").FAMILY
 
 
-def family_of(config: PreTrainedConfig, head: Head) -> Family:
+def find_family(config: PreTrainedConfig, head: Head) -> Family:
     """Return the family of a configuration; raise UserError if it, or this head of it, is not supported."""
     if config.model_type not in list_supported():
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. Use "
@@ -76,7 +76,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     Raises:
         UserError: An architecture, head or field is not supported, or adapter targets match nothing.
     """
-    family = family_of(config, head)
+    family = find_family(config, head)
     kind = saved_quantization(config)
     if kind not in (None, "nf4", "fp4", "int8", MXFP4):
         raise UserError(f"model.pretrained: its weights are quantised with {kind}, but the JAX engine supports only "

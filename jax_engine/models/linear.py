@@ -23,7 +23,7 @@ from jax_engine.models.dropout import Seeds, dropout
 from jax_engine.models.quant import Quantized
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
-from lmmods.core.initialization import Distribution, Normal, draw_part, lora_a
+from lmmods.core.initialization import Distribution, Normal, init_part, lora_a
 from lmmods.core.lazy_array import LazyArray, Part
 from lmmods.core.settings import LoRA
 
@@ -388,8 +388,8 @@ class InitialValues(LazyArray):
         if callable(initialiser):
             return np.asarray(initialiser(*shape), np.float32)[part]
         if not isinstance(initialiser, RandomRows):
-            return draw_part(self._seed, name, initialiser, shape, part)
-        rows = draw_part(self._seed, name, initialiser.values, shape, part)
+            return init_part(self._seed, name, initialiser, shape, part)
+        rows = init_part(self._seed, name, initialiser.values, shape, part)
         if initialiser.zeros is not None:
             # This part may not include the padding row.
             rows[np.arange(shape[0])[part[0]] == initialiser.zeros] = 0.0

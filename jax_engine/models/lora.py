@@ -26,11 +26,11 @@ from lmmods.core.adapters import (
     adapter_weights,
     check_head,
     check_rows,
-    does_not_fit,
     fitting_adapter,
     left_over,
+    mismatch_error,
     modules_in_full,
-    no_numbers,
+    not_finite_reason,
     saved_name,
     token_indices,
     trained_rows,
@@ -243,7 +243,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
     folder.mkdir(parents=True, exist_ok=True)
     trained, _ = network.split(params)
     if lora.is_principal:
-        lora, leaves = lora.of_change(), flatten(trained)
+        lora, leaves = lora.for_export(), flatten(trained)
         for path, first in network.first_factors.items():
             # [..., r, in] and [..., out, r]: the rank is the second last axis of A, and the last axis of B.
             halves = exported_factor(path[-1], np.asarray(leaves[path], np.float32), first.astype(np.float32))
@@ -303,7 +303,7 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
                     modules_to_save=to_save or None, dora=config.get("use_dora", False),
                     rslora=config.get("use_rslora", False))
     except UserError as error:  # its message names a key that is not in the recipe
-        raise does_not_fit(folder, error) from error
+        raise mismatch_error(folder, error) from error
 
 
 def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, list[int]]:
@@ -351,10 +351,10 @@ def load_adapter(network: Network, folder: str | Path) -> Tree:
                   if name in tensors and tensors[name].shape != shape]
     missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or extra or mismatches:
-        raise does_not_fit(folder, left_over(missing, [*extra, *mismatches]))
+        raise mismatch_error(folder, left_over(missing, [*extra, *mismatches]))
     for name, values in tensors.items():
         if not np.isfinite(values).all():
-            raise does_not_fit(folder, no_numbers(name))
+            raise mismatch_error(folder, not_finite_reason(name))
     return network.from_torch({expected[name][0]: value for name, value in tensors.items()})
 
 

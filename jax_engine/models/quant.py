@@ -262,7 +262,7 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
     weight, scales = lazy_array.lazy(weight), Scales() if scales is None else scales
     if weight.ndim == 3:
         # Concatenate the rows; `stacked` is the size to split them again.
-        flat = quantize(weight.below_each_other(), kind, double, False, processes, scales, key)
+        flat = quantize(weight.concatenate_rows(), kind, double, False, processes, scales, key)
         return dataclasses.replace(flat, stacked=weight.shape[1])
     abstract = outline(weight.shape, kind, double, transposed)
     matrix = weight.transposed() if transposed else weight

@@ -106,13 +106,14 @@ class Task(TaskFields, ABC):
         if self.divergence is not None:
             self.metric_names = self.divergence.metric_names
             check_teacher(self.teacher, datamodule.tokenizer)
-            if not self.is_taught_beforehand:
+            if not self.precomputes_teacher:
                 self.teacher_network, teacher_params = TeacherNetwork.build(self, self.head, datamodule, precision,
                                                                             seed, abstract, on)
                 frozen |= teacher_params
         return trainable, frozen
 
-    def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
+    def build_token_loss(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool
+                         ) -> Callable[..., LossSums]:
         """Return `token_loss` or `distillation_loss` with the task's settings, or plain ones in evaluation."""
         form = self.token_loss if is_training else TokenLoss()
         if teacher is None:

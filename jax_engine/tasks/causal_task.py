@@ -45,7 +45,7 @@ class CausalTask(CausalFields, Task):
               ) -> tuple[Tree, Tree]:
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
-        if self.is_taught_beforehand:
+        if self.precomputes_teacher:
             self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
         parts = () if self.divergence is None else self.divergence.metric_names
         self.metric_names = (*parts, *(METRICS if self._routes else ()))
@@ -54,11 +54,11 @@ class CausalTask(CausalFields, Task):
     # A teacher whose most likely tokens are computed before training --------------------------------------------------
 
     def link(self, datamodule: DataModule) -> None:
-        if self.is_taught_beforehand:
+        if self.precomputes_teacher:
             datamodule.add_column(PLACES)
 
     def begin(self, run: Run) -> None:
-        if self.is_taught_beforehand:
+        if self.precomputes_teacher:
             self._top_k = cached_teacher(run, self._num_columns)
 
     def complete(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -96,15 +96,15 @@ class CausalTask(CausalFields, Task):
             teacher = self.teacher_network.states(params, rows)
             if DRAWN in rows:  # [N] -> [N, T]
                 teacher = teacher._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape))
-        elif self.is_taught_beforehand:
+        elif self.precomputes_teacher:
             teacher = self._top_k_at(rows)
-        sums = self.loss_of_tokens(teacher, training)(
+        sums = self.build_token_loss(teacher, training)(
             hidden, targets, partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
             not self.fast_kernels, weights, self.built_for)
         if load is None:
             return sums
         counted = (targets != IGNORED) * (1.0 if weights is None else weights)
-        return with_load(sums, load, counted.sum(1), self.balance_loss)
+        return add_load(sums, load, counted.sum(1), self.balance_loss)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> Array:
         """Return float32 logits [N, K] of `choice_ids` after the last token of each right-padded row."""
@@ -142,7 +142,7 @@ class CausalTask(CausalFields, Task):
 # ---------------------------------------------------------------------------------------------------------------------
 # Mixture of experts: the balance loss and the load metrics in training.
 
-def with_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float) -> LossSums:
+def add_load(sums: LossSums, load: Load, row_weights: Array, coefficient: float) -> LossSums:
     """Add the balance loss of each row (DeepSeek-V3's sequence-wise form) and `core.experts.METRICS` to the sums.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of times a token chooses expert e, averaged

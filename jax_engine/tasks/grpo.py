@@ -28,7 +28,7 @@ from lmmods.data.batch.rollouts import Place
 from lmmods.data.grpo import PromptData, Rollouts
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.rollouts.maker import RolloutMaker, plan_of, prompt_facts, token_columns
+from lmmods.rollouts.maker import RolloutMaker, make_plan_function, read_prompt_facts, token_columns
 from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
 from lmmods.runs.wandb import RolloutTable
@@ -52,13 +52,13 @@ class GRPO(GRPOFields, ReferencedTask):
         self._prompt_indices: list[int] = []  # this process's prompts in the current evaluation
 
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
-        return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
+        return {**super().data_facts(command, read_scorer), **read_prompt_facts(self, command, read_scorer)}
 
     def link(self, datamodule: DataModule) -> None:
         if not isinstance(datamodule, PromptData):
             raise UserError("model.class_path is GRPO, which needs prompts. Set data.class_path to PromptData.")
-        datamodule.take_rows_from(Rollouts(plan_of(self, datamodule.shuffle, datamodule.seed), token_columns(self),
-                                           self._begin_rollout))
+        plan = make_plan_function(self, datamodule.shuffle, datamodule.seed)
+        datamodule.take_rows_from(Rollouts(plan, token_columns(self), self._begin_rollout))
 
     def begin(self, run: Run) -> None:
         self._run = run

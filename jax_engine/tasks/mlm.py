@@ -25,7 +25,7 @@ class MLM(MLMFields, Task):
     def batch_loss(self, params: Tree, rows: dict[str, Array], training: bool, count_correct: bool) -> LossSums:
         hidden = self.network.hidden(params, rows, training)
         teacher = None if self.teacher_network is None else self.teacher_network.states(params, rows)
-        return self.loss_of_tokens(teacher, training)(
+        return self.build_token_loss(teacher, training)(
             hidden, rows["labels"], partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
             plain=not self.fast_kernels, on=self.built_for)
 

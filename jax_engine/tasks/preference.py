@@ -26,7 +26,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING, REFERENCE_LOGPS
 from lmmods.recipe.tasks.preference import PreferenceFields
-from lmmods.runs.model_card import first_weights
+from lmmods.runs.model_card import describe_initial_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reference log-probabilities of all answers, computed with the initial network once, and cached.
@@ -44,7 +44,7 @@ def cache_references(run: Run) -> None:
         UserError: The data are a stream.
     """
     data, trainer = run.data, run.data.trainer
-    network = first_weights(run.task, trainer.precision, data.run_seed)
+    network = describe_initial_weights(run.task, trainer.precision, data.run_seed)
     for role in begin_references(data, trainer.state.fn.value):
         store = reference_store(data, role, network)
         logps = call_on_first(store.read)

@@ -7,7 +7,7 @@ from jax_engine.tasks.running import Run
 from jax_engine.tasks.sampler import JaxSampler, answers_at_once
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
-from lmmods.rollouts.on_policy import on_policy_of
+from lmmods.rollouts.on_policy import make_on_policy
 
 
 class SFT(SFTFields, CausalTask):
@@ -20,7 +20,7 @@ class SFT(SFTFields, CausalTask):
     def link(self, datamodule: DataModule) -> None:
         super().link(datamodule)
         # Plans and `inspect` start no run.
-        datamodule.take_rows_from(on_policy_of(self, datamodule, lambda: self._run and JaxSampler(self._run)))
+        datamodule.take_rows_from(make_on_policy(self, datamodule, lambda: self._run and JaxSampler(self._run)))
 
     def begin(self, run: Run) -> None:
         super().begin(run)

@@ -24,9 +24,9 @@ from lmmods.core.console import say
 from lmmods.core.hardware import Target
 from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import PLACES
-from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, number_scored, teacher_store
+from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, number_targets, teacher_store
 from lmmods.recipe.tasks.base import TokenLossFields
-from lmmods.runs.model_card import first_weights
+from lmmods.runs.model_card import describe_initial_weights
 
 TEACHER = "teacher"  # key of its parameters in the tree of frozen parameters
 TEACHER_IDS, TEACHER_LOGPS = "teacher_ids", "teacher_logps"  # columns of batches (see `TeacherTopKTable`)
@@ -110,8 +110,8 @@ def cached_teacher(run: Run, size: int) -> TeacherTopKTable:
     """
     task, data = run.task, run.data
     teacher, trainer, compute_role, parts, start = task.teacher, data.trainer, None, [], 0
-    facts = first_weights(task.teacher_fields, trainer.precision, 0)
-    for role, count in number_scored(data, trainer.state.fn.value).items():
+    facts = describe_initial_weights(task.teacher_fields, trainer.precision, 0)
+    for role, count in number_targets(data, trainer.state.fn.value).items():
         store = teacher_store(data, role, facts, count, teacher.top_k, size)
         top_k = call_on_first(store.read)
         if top_k is None:

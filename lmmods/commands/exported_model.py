@@ -220,10 +220,10 @@ def copy_dequantized(quantized, model) -> None:
     import bitsandbytes as bnb
 
     from lmmods.torch_engine.compat.bitsandbytes import matrix_of
-    from lmmods.torch_engine.nn.experts import packed_names
+    from lmmods.torch_engine.nn.experts import packed_parameter_names
 
     modules = dict(model.named_modules())
-    for name in packed_names(quantized):
+    for name in packed_parameter_names(quantized):
         module, _, attribute = name.rpartition(".")
         parameter = getattr(modules[module], attribute)
         parameter.data = getattr(quantized.get_submodule(module), attribute).to(parameter.dtype)

@@ -144,11 +144,11 @@ def _check_comparable(model: Any) -> None:
     Args:
         model: The task of the JAX engine.
     """
-    from jax_engine.models.hub import family_of
+    from jax_engine.models.hub import find_family
     from lmmods.core.hf_config import load_config
 
     config = load_config(model.pretrained or model.config, model.overrides, model.revision)
-    family_of(config, model.head)
+    find_family(config, model.head)
 
 
 def _free_memory() -> None:

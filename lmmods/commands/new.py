@@ -411,7 +411,7 @@ def this_machine(hidden: int) -> Machine:
     import torch
 
     from lmmods.torch_engine.nn.loss import chunk_bytes
-    from lmmods.torch_engine.nn.micro_batches import tokens_per_piece
+    from lmmods.torch_engine.nn.micro_batches import choose_chunk_tokens
     from lmmods.torch_engine.nn.summary import available_bytes
     from lmmods.torch_engine.precision import choose_precision
 
@@ -419,7 +419,7 @@ def this_machine(hidden: int) -> Machine:
     precision, _ = choose_precision("auto")
     name = "this GPU" if device.type == "cuda" else "this machine"
     return Machine(available_bytes(device), 4 if precision == "32-true" else 2,
-                   tokens_per_piece(None, True, device, hidden), name, chunk_bytes(device))
+                   choose_chunk_tokens(None, True, device, hidden), name, chunk_bytes(device))
 
 
 def gpu_of(gibibytes: float) -> Machine:

@@ -122,7 +122,7 @@ def options_of(name: str) -> tuple[dict[str, "Key"], list["Key"]]:
 def parse_command(name: str, words: list[str]) -> dict[str, Any]:
     """Return the arguments of a command that does not read a recipe. Raises UserError: a word is invalid."""
     from lmmods.recipe.reader import parse_options
-    from lmmods.recipe.values import check_texts
+    from lmmods.recipe.values import check_strings
 
     command, (keys, unnamed) = COMMANDS[name], options_of(name)
     recipe: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def parse_command(name: str, words: list[str]) -> dict[str, Any]:
         first = next(iter(inspect.signature(function_of(name)).parameters))
         words, recipe[first] = _split_words(words, keys)
     values = parse_options(words, keys, unnamed, f"{name} {command.example}" if command.example else "")
-    check_texts(values, "")
+    check_strings(values, "")
     return recipe | values
 
 

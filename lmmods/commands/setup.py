@@ -23,7 +23,7 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.engine import Engine
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.identity import RunIdentity
-from lmmods.runs.loggers import support_of
+from lmmods.runs.loggers import find_support
 from lmmods.runs.run_files import find_escape
 
 
@@ -74,12 +74,12 @@ class Setup:
         if recipe.command != "fit" and trainer.get("logger") is not None:
             # predict logs its table to the run of fit; other commands only write metrics.json.
             loggers = [spec for spec in loggers if recipe.command == "predict"
-                       and support_of(spec.class_path).continues(folder.root)]
+                       and find_support(spec.class_path).continues(folder.root)]
             trainer["logger"] = loggers or None
         _check_complete(recipe.whole())
         resumes = recipe.command == "predict" or bool(recipe.options.get("ckpt_path"))
         for spec in loggers:
-            support_of(spec.class_path).configure(spec.init_args, folder.root, resumes)
+            find_support(spec.class_path).configure(spec.init_args, folder.root, resumes)
         check_outputs(trainer, folder)
 
     def _check(self) -> None:
@@ -214,7 +214,7 @@ def _check_class(key: str, class_path: str, options: dict[str, Any], folder: Run
     if options.get("settings"):  # wandb.Settings holds many paths
         raise UserError(f"{key}: {name} has `settings`, which may contain any output path. Remove them, {TRUST}")
     if key == "trainer.logger":
-        folders, files = support_of(class_path).folders(options), support_of(class_path).overwrites
+        folders, files = find_support(class_path).folders(options), find_support(class_path).overwrites
     else:
         folders, files = [options.get("dirpath")] if name in PROFILERS else None, PROFILES
         folders = [] if name == "PassThroughProfiler" else folders
@@ -226,7 +226,7 @@ def _check_class(key: str, class_path: str, options: dict[str, Any], folder: Run
             raise UserError(f"{key}: {name} would write to {escape}, but a run only writes inside its folder. Set a "
                             f"folder in {folder.root}, {TRUST}")
         existing = [path for pattern in files for path in Path(target).glob(pattern)]
-        if existing and not folder.holds_run():
+        if existing and not folder.has_run():
             raise UserError(f"{key}: {name} would overwrite {existing[0]}, which no run wrote. Set another folder in "
                             f"{folder.root}, {TRUST}")
 

@@ -274,7 +274,7 @@ def check_head(folder: str | Path, head: str) -> None:
                         "model.lora.")
 
 
-def does_not_fit(folder: str | Path, reason: object, key: str = KEY) -> UserError:
+def mismatch_error(folder: str | Path, reason: object, key: str = KEY) -> UserError:
     """Build the error for an adapter that does not fit its base model."""
     return UserError(f"{key}: the adapter in {folder} does not fit the base model: {reason}")
 
@@ -285,7 +285,7 @@ def left_over(missing: Iterable[str], extra: Iterable[str]) -> str:
     return f"Missing: {', '.join(missing) or 'nothing'}. Not expected: {', '.join(extra) or 'nothing'}."
 
 
-def no_numbers(name: str) -> str:
+def not_finite_reason(name: str) -> str:
     """Return the reason to reject an adapter with a weight that is infinite or NaN."""
     return f"{name} has values that are not finite."
 
@@ -300,7 +300,7 @@ def fitting_adapter(folder: str | Path, key: str = KEY) -> Iterator[None]:
             raise
         reason = first_line(error)
         is_clear = isinstance(error, OSError | ValueError | RuntimeError)
-        raise does_not_fit(folder, reason if is_clear else f"{type(error).__name__}: {reason}", key) from error
+        raise mismatch_error(folder, reason if is_clear else f"{type(error).__name__}: {reason}", key) from error
 
 
 def _match(key: str, targets: list[str], names: list[str], linear: Iterable[str], note: str = "",

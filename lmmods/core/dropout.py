@@ -95,7 +95,7 @@ def keep_scale(rate: float) -> float:
     return STEPS / (STEPS - dropped_steps(rate))
 
 
-def least_kept(rate: float) -> int:
+def min_kept(rate: float) -> int:
     """Return the smallest int32 whose upper half keeps a feature."""
     # Words are read as signed, so they start at -STEPS / 2 * STEPS: dropped_steps of STEPS equal parts are below the
     # result. Its lower half is 0, so the lower half of a word has no effect.
@@ -152,6 +152,6 @@ def attention_mask(seeds: np.ndarray, site: int, num_heads: int, rate: float) ->
 def _split(mixed: np.ndarray, rate: float, axis: int) -> np.ndarray:
     """Return two decisions per word, the ones of the upper halves first."""
     bits = finalise(mixed)
-    # The shift moves the lower half up, where `least_kept` compares.
+    # The shift moves the lower half up, where `min_kept` compares.
     halves = np.concatenate([bits, bits << np.uint32(16)], axis)
-    return halves.view(np.int32) >= np.int32(least_kept(rate))
+    return halves.view(np.int32) >= np.int32(min_kept(rate))

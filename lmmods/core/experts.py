@@ -23,12 +23,12 @@ class Mixture:
     Args:
         num: Number of experts.
         per_token: Number of experts used by a token.
-        beside_mlp: True if layers with experts also have an MLP.
+        has_mlp: True if layers with experts also have an MLP.
     """
 
     num: int
     per_token: int
-    beside_mlp: bool = False
+    has_mlp: bool = False
 
     @property
     def share(self) -> float:
@@ -44,7 +44,7 @@ def mixture_of(config: "PreTrainedConfig") -> Mixture | None:
     num: Any = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     per_token = getattr(text, "num_experts_per_tok", None)
     if getattr(text, "enable_moe_block", False):  # Gemma 4, whose dense models may have these numbers too
-        return Mixture(num, text.top_k_experts, beside_mlp=True)
+        return Mixture(num, text.top_k_experts, has_mlp=True)
     return Mixture(num, per_token) if num and per_token else None
 
 

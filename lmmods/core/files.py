@@ -104,7 +104,7 @@ def disk_problem(error: BaseException) -> str | None:
     return os.strerror(code) if code in _DISK_ERRORS else None
 
 
-def check_place(option: str, path: Path) -> None:
+def check_output_path(option: str, path: Path) -> None:
     """Raise UserError if no file can be written at this path, before work is done for it."""
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{option} {path}: its folder does not exist, or it is a folder. Use the path of a file.")

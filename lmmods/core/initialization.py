@@ -96,7 +96,7 @@ def fill(seed: int, name: str, distribution: Distribution, out: np.ndarray) -> N
     _fill_blocks(seed, name, distribution, 0, out.reshape(-1))
 
 
-def draw_part(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...],
+def init_part(seed: int, name: str, distribution: Distribution, shape: tuple[int, ...],
               part: tuple[slice, ...]) -> np.ndarray:
     """Return `draw(...)[part]`, but generate only the blocks that contain the part's rows.
 
@@ -113,12 +113,12 @@ def draw_part(seed: int, name: str, distribution: Distribution, shape: tuple[int
     rows_at_once = max(1, PART // row_size)
     for first in range(rows.start, rows.stop, rows_at_once):
         last = min(first + rows_at_once, rows.stop)
-        chunk = draw_range(seed, name, distribution, math.prod(shape), first * row_size, last * row_size)
+        chunk = init_range(seed, name, distribution, math.prod(shape), first * row_size, last * row_size)
         values[first - rows.start:last - rows.start] = chunk.reshape(last - first, *shape[1:])[:, *part[1:]]
     return values
 
 
-def draw_range(seed: int, name: str, distribution: Distribution, size: int, start: int, stop: int) -> np.ndarray:
+def init_range(seed: int, name: str, distribution: Distribution, size: int, start: int, stop: int) -> np.ndarray:
     """Return values `start` to `stop` of a parameter of `size` values, in row-major order: float32 [stop - start]."""
     # Extend to whole blocks: a block can only be generated from its start.
     first = start // BLOCK * BLOCK

@@ -47,7 +47,7 @@ class LazyArray:
         """Return the transpose of a matrix."""
         return LazyArray(self.shape[::-1], self.dtype, lambda part: self[part[::-1]].T, self.empty)
 
-    def below_each_other(self) -> "LazyArray":
+    def concatenate_rows(self) -> "LazyArray":
         """Stack matrices [N, rows, columns] to one matrix [N * rows, columns]."""
         num, num_rows, columns = self.shape
 

@@ -54,7 +54,7 @@ def widths_of(config: "PreTrainedConfig", has_qk_norm: bool = False) -> Widths:
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if mixture is not None:
         # Activations exist only for the experts that a token uses.
-        shared_mlp = wide if mixture.beside_mlp else 0
+        shared_mlp = wide if mixture.has_mlp else 0
         wide = mixture.per_token * (getattr(text, "moe_intermediate_size", None) or wide) + shared_mlp
     queries, keys = zip(*(_attention_widths(layer_config(text, layer)) for layer in range(text.num_hidden_layers)))
     return Widths(text.num_hidden_layers, text.hidden_size, wide, sum(queries) // len(queries), sum(keys) // len(keys),
@@ -182,7 +182,7 @@ GIB = 2**30
 # larger chunks; on CPUs larger chunks are not faster.
 CHUNK_BYTES = 32 * 2**20
 CHUNK_BYTES_GPU = 256 * 2**20
-LEAST_CHUNK = 128  # minimum positions of a chunk, so that reading the weights of a large vocabulary pays
+MIN_CHUNK = 128  # minimum positions of a chunk, so that reading the weights of a large vocabulary pays
 Method = Literal["counted from the configuration", "counted on fake tensors", "compiled by XLA", "measured"]
 
 
@@ -315,7 +315,7 @@ class Step:
         """
         if not (self.chunk_bytes and vocabulary):
             return 0
-        positions = int(min(max(self.chunk_bytes / (4 * vocabulary), LEAST_CHUNK), num_tokens))
+        positions = int(min(max(self.chunk_bytes / (4 * vocabulary), MIN_CHUNK), num_tokens))
         return 2 * 4 * vocabulary * positions + 4 * self.trained_head
 
 

@@ -262,7 +262,7 @@ class LoRA:
         """True if adapters start as the principal part of the base, which keeps the residual (`core.principal`)."""
         return self.init == "pissa"
 
-    def of_change(self) -> "LoRA":
+    def for_export(self) -> "LoRA":
         """Return the settings of the adapter of rank 2 r that a principal one is exported as, with the same scaling."""
         alpha = self.alpha * (math.sqrt(2) if self.rslora else 2)
         return replace(self, rank=2 * self.rank, alpha=alpha, init="kaiming")

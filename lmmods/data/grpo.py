@@ -273,7 +273,7 @@ class PromptData(PromptDataFields, ConversationData):
 Begin = Callable[[Place, str | None], tuple[str, list[dict[str, Any]]] | None]
 
 
-def draw_nothing(place: Place, name: str | None) -> None:
+def sample_nothing(place: Place, name: str | None) -> None:
     """Return None: stand-ins replace the answers."""
 
 
@@ -293,7 +293,7 @@ class Rollouts(NamedTuple):
 
     plan: Callable[[int, int], RolloutPlan] = plan_single_answers
     token_columns: tuple[str, ...] = ()
-    begin: Begin = draw_nothing
+    begin: Begin = sample_nothing
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> RolloutLoader:
         """Return answers of one rank, sampled where the position reaches new prompts. Raises UserError."""

@@ -84,7 +84,7 @@ def num_columns(teacher: Teacher, tokenizer: Any, student_rows: int, trust_remot
     return size
 
 
-def number_scored(data: DataModule, stage: str) -> dict[Role, int]:
+def number_targets(data: DataModule, stage: str) -> dict[Role, int]:
     """Count the target tokens of the sets of a stage; give each a number, one set after the other.
 
     Batches contain the numbers from 1 as `teacher_places` [B, T], 0 elsewhere.

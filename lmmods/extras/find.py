@@ -19,7 +19,7 @@ import psutil
 from lmmods.commands.programs import command, last_error, started
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
-from lmmods.core.files import check_place
+from lmmods.core.files import check_output_path
 from lmmods.core.memory import GIB, StepMemory
 from lmmods.core.progress_bar import Bar
 from lmmods.core.settings import Optimizer, require
@@ -52,7 +52,7 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
     """
     require(memory is None or memory > 0, "--memory", memory, "GiB, more than 0")
     if result:
-        check_place("--result", Path(result))
+        check_output_path("--result", Path(result))
     if what in ("lr", "both"):
         task = parsed.kind("model")
         if not getattr(task, "loss_falls", True):
@@ -235,7 +235,7 @@ AUTHOR = "lmmods find"  # author tag that identifies our plots
 
 def check_replaceable(path: Path) -> None:
     """Raise UserError if the plot would replace a file that is not one of our plots, or its folder is missing."""
-    check_place("--plot", path)
+    check_output_path("--plot", path)
     if path.exists():
         with open(path, "rb") as file:
             head = file.read(4096)

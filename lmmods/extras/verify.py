@@ -12,7 +12,7 @@ from lmmods.extras.doctor import Findings
 from lmmods.recipe.files import as_yaml, read_recipe
 from lmmods.runs.checkpoint import check_manifest
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.manifest import Manifest, surroundings
+from lmmods.runs.manifest import Manifest, describe_environment
 from lmmods.runs.model_card import find_file
 from lmmods.runs.run_files import OWNER, files_in
 
@@ -37,7 +37,7 @@ def verify(run: str) -> None:
     for key, entries in manifest.starts[-1]["inputs"].items():
         for entry in entries:
             _check_input(key, entry, findings)
-    changes = list(describe_changes(manifest.starts[-1], surroundings()))
+    changes = list(describe_changes(manifest.starts[-1], describe_environment()))
     for text in changes:
         findings.add("note", text)
     if not changes:

@@ -29,7 +29,7 @@ MINIMUMS = {"num_nodes": 1, "accumulate_grad_batches": 1, "check_val_every_n_epo
 
 def check_values(recipe: dict[str, Any], engine: str) -> None:
     """Raise UserError for numbers, names and paths that no engine can use; the message has the key and the value."""
-    check_texts(recipe, "")
+    check_strings(recipe, "")
     check_ckpt_path(recipe.get("ckpt_path"))
     check_seed(recipe.get("seed_everything"))
     trainer = recipe["trainer"]
@@ -89,7 +89,7 @@ def check_seed(seed: bool | int | None) -> None:
         _refuse("seed_everything", seed, f"an integer from 0 to {MAX_SEED}, or true to pick one at random")
 
 
-def check_texts(value: object, key: str) -> None:
+def check_strings(value: object, key: str) -> None:
     """Raise UserError for a string with a NUL byte, and for a path or hub id that is empty or too long for a path."""
     if isinstance(value, str):
         if "\0" in value:
@@ -104,10 +104,10 @@ def check_texts(value: object, key: str) -> None:
                             "project, or set the key to your own path.", key)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_texts(item, key)
+            check_strings(item, key)
     elif isinstance(value, dict):
         for name, item in value.items():
-            check_texts(item, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
+            check_strings(item, f"{key}.{name}".removeprefix(".").replace(".init_args", ""))
 
 
 def check_devices(accelerator: str, devices: str | int | list[int] | None, engine: str) -> None:

@@ -29,7 +29,7 @@ from lmmods.runs.folder import RunFolder
 REFILL = 1  # part of the seed for the order of replacement prompts
 
 
-def prompt_facts(task: GRPOFields, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
+def read_prompt_facts(task: GRPOFields, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
     """Return what the data module must know about a task's rewards and environment, for `TaskFields.data_facts`."""
     rewards, has_environment = read_rewards(task.rewards or []), task.environment is not None
     facts: dict[str, Any] = {"reward_columns": columns_of(rewards, has_environment)}
@@ -288,7 +288,7 @@ def token_columns(task: GRPOFields) -> tuple[str, ...]:
             *(("sampler_weights",) if task.importance_sampling_cap is not None else ()))
 
 
-def plan_of(task: GRPOFields, shuffle: bool, seed: int) -> Callable[[int, int], RolloutPlan]:
+def make_plan_function(task: GRPOFields, shuffle: bool, seed: int) -> Callable[[int, int], RolloutPlan]:
     """Return a function that makes a `RolloutPlan` from the numbers of prompts and of answers per step.
 
     It raises UserError if a step would split a prompt's answers, or does not have `prompts_per_step` prompts.

@@ -11,8 +11,8 @@ from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.policy import Sampler
 
 
-def on_policy_of(task: SFTFields, data: SFTData, get_sampler: Callable[[], Sampler | None] = lambda: None
-                 ) -> OnPolicy | None:
+def make_on_policy(task: SFTFields, data: SFTData, get_sampler: Callable[[], Sampler | None] = lambda: None
+                   ) -> OnPolicy | None:
     """Return which answers of a task's rows are sampled, and how; None if none are.
 
     Args:

@@ -19,7 +19,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.policy import Row
-from lmmods.runs.run_files import OF_STEP, write_bytes, write_text
+from lmmods.runs.run_files import STEP_FILE, write_bytes, write_text
 
 VERSION = 1
 BY_TOKEN = ("tokens", "logps", "entropies", "drawn")
@@ -181,7 +181,7 @@ def rollout_name(step: int) -> str:
 
 def parse_step(path: Path) -> int | None:
     """Return the step in the name of a rollout file; None for another file."""
-    match = OF_STEP.fullmatch(path.name)
+    match = STEP_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 

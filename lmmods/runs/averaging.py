@@ -6,7 +6,7 @@ from lmmods.core.settings import Optimizer
 from lmmods.runs.checkpoint import CheckpointContent
 
 
-def averaged_parameters(content: CheckpointContent, layers: int) -> dict[str, Any]:
+def load_averages(content: CheckpointContent, layers: int) -> dict[str, Any]:
     """Return the parameters to evaluate a checkpoint with: their averages if it has any, else the trained ones.
 
     Args:

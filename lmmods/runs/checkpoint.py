@@ -147,7 +147,7 @@ class Shards:
                                             if begin[0] <= index < begin[0] + len(array)))
 
 
-def own_shard(begin: tuple[int, ...], array: Any, index: int, count: int
+def slice_for_process(begin: tuple[int, ...], array: Any, index: int, count: int
              ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
     """Return a copy of the rows of a shard that process `index` writes, of the `count` processes that hold the shard.
 
@@ -202,7 +202,7 @@ class BackgroundWriter:
         if writer_rank is not None:
             if writer_rank.rank == 0:
                 # The barrier below keeps other processes from writing before the folder is empty.
-                begin_folder(folder)
+                create_folder(folder)
             barrier()
         self._writing = self._thread.submit(self._write, folder, content, then, writer_rank, library)
 
@@ -250,7 +250,7 @@ def write_checkpoint(folder: Path, content: CheckpointContent, library: ArrayLib
         commit_folder(temporary, folder)
 
 
-def begin_folder(folder: Path) -> None:
+def create_folder(folder: Path) -> None:
     """Create an empty temporary folder for a checkpoint. The first process does so before any other one writes."""
     fresh_folder(_temporary(folder))
 

@@ -78,14 +78,14 @@ class RunFolder:
 
     @contextmanager
     def lock(self, command: str, check: Callable[[], None] = lambda: None, is_first: bool = True,
-             tells_later: bool = False) -> Iterator[None]:
+             stores_error: bool = False) -> Iterator[None]:
         """Lock the folder while a command runs; the command's first process holds the lock.
 
         Args:
             command: Name of the command, for the message to other processes that want the folder.
             check: Checks whether the command may work in the folder; raises UserError.
             is_first: True in the first process of the command.
-            tells_later: Store the error as `problem` instead of raising it, because other processes wait for it.
+            stores_error: Store the error as `problem` instead of raising it, because other processes wait for it.
         """
         try:
             try:
@@ -99,7 +99,7 @@ class RunFolder:
                         restore(old)
                     check()
             except UserError as error:
-                if not tells_later:
+                if not stores_error:
                     raise
                 self.problem = error
             yield
@@ -110,7 +110,7 @@ class RunFolder:
                   ) -> None:
         """Raise UserError if training would overwrite another run or foreign files, or stop before it starts."""
         check_inputs(self.root, NAMES, recipe)
-        checkpoint = find_resumed(self, ckpt_path)
+        checkpoint = find_checkpoint_to_resume(self, ckpt_path)
         if stop_at is not None:
             name = checkpoint.name if checkpoint is not None else ""
             step = checkpoint_position(name)[0] if CHECKPOINT_NAME.fullmatch(name) else 0
@@ -132,7 +132,7 @@ class RunFolder:
     def check_can_start(self, overwrite: bool) -> None:
         """Raise UserError if a new run would overwrite another one or foreign files. Leaves no file behind."""
         check_writable(self.root)
-        if not overwrite and self.holds_run() and {"config.yaml", "checkpoints"} & self.files.entries():
+        if not overwrite and self.has_run() and {"config.yaml", "checkpoints"} & self.files.entries():
             restart, last = "start again with --overwrite true, which deletes its files", self.find("last")
             if self.completed.exists():
                 raise UserError(f"{self.root} contains a finished run. Set another trainer.default_root_dir, or "
@@ -171,7 +171,7 @@ class RunFolder:
             print(f"Kept, because no run wrote them: {', '.join(map(str, foreign))}.", flush=True)
         self.files.claim("config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints")
 
-    def holds_run(self) -> bool:
+    def has_run(self) -> bool:
         return any((self.root / name).exists() for name in ("config.yaml", "checkpoints", "metrics.csv"))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
@@ -245,14 +245,14 @@ class RunFolder:
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def room_for_model(self) -> Path:
-        """Return a new folder to export into; `put_model` turns it into model/."""
+    def create_model_folder(self) -> Path:
+        """Return a new folder to export into; `replace_model` turns it into model/."""
         self.files.claim("model")
         # A link or mount cannot be replaced by a rename, so export into a folder within it, on its file system.
         is_fixed = self.model.is_symlink() or self.model.is_mount()
         return self._new_folder("model/.new" if is_fixed else ".model")
 
-    def room_for_upload(self) -> Path:
+    def create_upload_folder(self) -> Path:
         """Return a new folder for a copy of the model that is deleted after its upload."""
         return self._new_folder(".publish")
 
@@ -260,7 +260,7 @@ class RunFolder:
         self.files.claim(name)
         return fresh_folder(self.root / name)
 
-    def put_model(self, exported: Path) -> None:
+    def replace_model(self, exported: Path) -> None:
         """Replace model/ with an exported folder, keeping foreign files.
 
         Raises:
@@ -332,7 +332,7 @@ class RunFolder:
                 + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
 
 
-def find_resumed(folder: RunFolder, ckpt_path: str | None) -> Path | None:
+def find_checkpoint_to_resume(folder: RunFolder, ckpt_path: str | None) -> Path | None:
     """Return the checkpoint that fit resumes from; None if it starts a run, as `auto` does without a checkpoint.
 
     Raises:

@@ -52,7 +52,7 @@ class Publisher(PublishFields):
         """True while an upload is running."""
         return self._upload is not None and self._upload.is_alive()
 
-    def upload_aside(self, folder: Path, step: int) -> None:
+    def start_upload(self, folder: Path, step: int) -> None:
         """Upload `folder` in the background and delete it afterwards."""
         self._upload = threading.Thread(target=self._upload_and_remove, args=(folder, step), daemon=True)
         self._upload.start()

@@ -37,23 +37,23 @@ class LoggerSupport:
         return set()
 
 
-def support_of(class_path: str) -> LoggerSupport:
+def find_support(class_path: str) -> LoggerSupport:
     """Return the support of a logger. The end of the class name decides, so that subclasses share it."""
     module = next((module for name, module in LOGGERS.items() if class_path.endswith(name)), None)
     return importlib.import_module(module).SUPPORT if module else LoggerSupport()
 
 
-def loggers_of(recipe: Mapping[str, Any]) -> Iterator[tuple[LoggerSupport, dict[str, Any]]]:
+def list_loggers(recipe: Mapping[str, Any]) -> Iterator[tuple[LoggerSupport, dict[str, Any]]]:
     """Yield the support and options of each logger in a recipe, which is written as in config.yaml."""
     loggers = (recipe.get("trainer") or {}).get("logger")
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if isinstance(logger, dict):
-            yield support_of(str(logger.get("class_path"))), logger.get("init_args") or {}
+            yield find_support(str(logger.get("class_path"))), logger.get("init_args") or {}
 
 
 def logger_paths(recipe: Mapping[str, Any], root: Path) -> set[str]:
     """Return the paths that the loggers of a recipe write in its run folder; `*` stands for the time of a start."""
-    return {path for support, options in loggers_of(recipe) for path in support.paths(options, root)}
+    return {path for support, options in list_loggers(recipe) for path in support.paths(options, root)}
 
 
 class VersionedFolder(LoggerSupport):

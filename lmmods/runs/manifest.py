@@ -89,7 +89,7 @@ def start_manifest(folder: RunFolder, recipe: dict[str, Any], sources: dict[str,
             warn(f"{error} Starting a new manifest.")
     start = {
         "time": _now(), "step": step, "checkpoint": str(checkpoint) if checkpoint else None,
-        "engine": recipe.get("engine"), "recipe": recipe, **surroundings(), "machine": machine,
+        "engine": recipe.get("engine"), "recipe": recipe, **describe_environment(), "machine": machine,
         "inputs": {**{f"data.{key}": files for key, files in sources.items() if files}, **_models(recipe)},
     }
     Manifest([*starts, start]).write(folder)
@@ -101,7 +101,7 @@ def _code_of_process() -> dict[str, Any]:
     return code_version()
 
 
-def surroundings() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Describe code, libraries and environment of this process."""
     return {"code": _code_of_process(), "python": python_version(), "platform": platform.platform(),
             "processor": processor(), "packages": installed_packages(), "variables": variables()}

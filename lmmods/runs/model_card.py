@@ -271,7 +271,7 @@ def model_facts(name: str, revision: str | None, adapter: bool, weights: bool) -
     return facts
 
 
-def first_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, Any]:
+def describe_initial_weights(fields: TaskFields, precision: str, seed: int) -> dict[str, Any]:
     """Return all facts that determine a task's network before its first step, and its numerics.
 
     Args:

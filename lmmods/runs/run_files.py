@@ -455,14 +455,14 @@ class RunFiles:
             write_json(self.path, {"paths": sorted(paths)})
 
 
-OF_STEP = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
+STEP_FILE = re.compile(r"step=(\d+)\.(jsonl|safetensors)")
 UNFINISHED_FILE = re.compile(r"\.step=\d+\.(jsonl|safetensors)-[0-9a-f]{16}")  # after a kill, see `write_bytes`
 
 
 def remove_steps(folder: Path, after: int = -1) -> None:
     """Delete the files of steps after `after`, and unfinished files, in a folder."""
     for path in list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
-        match = OF_STEP.fullmatch(path.name)
+        match = STEP_FILE.fullmatch(path.name)
         if match and int(match[1]) > after or UNFINISHED_FILE.fullmatch(path.name):
             delete(path)
 

@@ -112,7 +112,7 @@ class RunSummary:
             weights = "a part of the weights" if task.freezes else "all weights"
             return f"{weights}, from random ones" if task.pretrained is None else f"{weights} of {base}"
         targets = task.lora.targets
-        in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.head_in_full else [])]
+        in_full = [*(task.lora.modules_to_save or []), *(["the head"] if task.trains_full_head else [])]
         fully = f", and in full {', '.join(in_full)}" if in_full else ""
         adapter = "a DoRA" if task.lora.dora else "a PiSSA" if task.lora.is_principal else "a LoRA"
         return (f"{adapter} adapter of rank {task.lora.rank} on "

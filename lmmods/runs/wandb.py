@@ -17,7 +17,7 @@ from lmmods.core.console import say
 from lmmods.core.files import is_plain_name
 from lmmods.core.redaction import redact, redacted
 from lmmods.recipe.files import read_recipe
-from lmmods.runs.loggers import LoggerSupport, loggers_of
+from lmmods.runs.loggers import LoggerSupport, list_loggers
 
 PROJECT = "lmmods"  # unless the recipe names one
 TABLE_ROWS = 1000
@@ -95,7 +95,7 @@ def _known_id(root: Path) -> str | None:
     """Return the W&B id of the run in a folder."""
     config = root / "config.yaml"
     recipe = read_recipe(config) if config.exists() else {}
-    return next((options.get("id") for support, options in loggers_of(recipe) if support is SUPPORT), None)
+    return next((options.get("id") for support, options in list_loggers(recipe) if support is SUPPORT), None)
 
 
 def has_wandb_key() -> bool:

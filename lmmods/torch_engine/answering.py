@@ -14,7 +14,7 @@ from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation, num_layers
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields
-from lmmods.runs.averaging import averaged_parameters
+from lmmods.runs.averaging import load_averages
 from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine import precision as precisions
@@ -65,8 +65,8 @@ class TextModel:
         network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision, device=device,
                                 seed=seed, frozen=frozen)
         if checkpoint:
-            _load(network, averaged_parameters(read_checkpoint(checkpoint, TORCH),
-                                               num_layers(name for name, _ in network.named_parameters())))
+            _load(network, load_averages(read_checkpoint(checkpoint, TORCH),
+                                         num_layers(name for name, _ in network.named_parameters())))
         if fields.max_memory is None:
             nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
         self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,

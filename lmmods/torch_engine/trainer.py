@@ -27,7 +27,7 @@ from lmmods.data.base import DataModule
 from lmmods.recipe.trainer_fields import check_length
 from lmmods.runs.checkpoint import read_plain
 from lmmods.runs.csv_logger import MetricsCSV
-from lmmods.runs.folder import RunFolder, find_resumed
+from lmmods.runs.folder import RunFolder, find_checkpoint_to_resume
 from lmmods.runs.identity import RunIdentity
 from lmmods.runs.inspect import show_data, show_recipe
 from lmmods.runs.progress import BatchSplit
@@ -144,7 +144,7 @@ class Trainer(L.Trainer):
         self.interruption.stop_at = stop_at
         check = functools.partial(self.run_folder.check_fit, ckpt_path, overwrite, self.recipe, stop_at)
         with self._lock_run_folder("fit", check), self.fast_products(model):
-            self.resumed_from = checkpoint = find_resumed(self.run_folder, ckpt_path)
+            self.resumed_from = checkpoint = find_checkpoint_to_resume(self.run_folder, ckpt_path)
             if checkpoint:
                 datamodule.resume_from(read_plain(checkpoint))
             # Before the process group exists and before anything is restored; only rank 0 reads the data.
@@ -221,7 +221,7 @@ class Trainer(L.Trainer):
         is_launched = self.world_size > 1 and self.strategy.cluster_environment.creates_processes_externally
         try:
             with Peers.current().end_together(), self.run_folder.lock(command, check, self.is_global_zero,
-                                                                      tells_later=is_launched):
+                                                                      stores_error=is_launched):
                 yield
         except torch.distributed.DistError as error:
             # Once the group exists, a collective of the run has failed; before that, processes could not connect.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmmods.core import initialization
-from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, draw_part, fill, lora_a, mean_row, row_norms
+from lmmods.core.initialization import BLOCK, Normal, Uniform, draw, fill, init_part, lora_a, mean_row, row_norms
 
 SIZE = 16 * BLOCK + 3
 
@@ -130,6 +130,6 @@ def test_a_part_of_a_parameter_is_drawn_without_the_rest(distribution, shape, pa
         fill_blocks(*args)
 
     monkeypatch.setattr(initialization, "_fill_blocks", counted)
-    assert np.array_equal(draw_part(1, "a.weight", distribution, shape, part), whole)
+    assert np.array_equal(init_part(1, "a.weight", distribution, shape, part), whole)
     rows = len(range(shape[0])[part[0]]) / shape[0] * math.prod(shape)
     assert num_drawn <= rows + 2 * BLOCK * math.ceil(rows / (2 * BLOCK))

@@ -54,7 +54,7 @@ def test_a_part_of_the_rest_is_that_of_the_whole():
 
 @pytest.mark.parametrize("lora", [LoRA(rank=4, alpha=12, init="pissa"), LoRA(rank=4, alpha=12, rslora=True)])
 def test_an_exported_adapter_is_the_change(lora):
-    rng, change = np.random.default_rng(0), lora.of_change()
+    rng, change = np.random.default_rng(0), lora.for_export()
     a, first_a = rng.standard_normal((2, 4, 7))
     b, first_b = rng.standard_normal((2, 6, 4))
     new_a = np.concatenate(exported_factor("lora_A", a, first_a), 0)

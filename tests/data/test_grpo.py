@@ -187,7 +187,7 @@ def test_a_position_is_in_a_rollout(done):
 def test_a_segment_ends_with_its_rollout():
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
     loader, begun = loader_of(plan, 2)
-    loader.begins_itself = False
+    loader.starts_itself = False
     assert loader.begin_segment() == 4
     assert len(list(loader)) == 4 and begun.places == [(0, 0)]
 

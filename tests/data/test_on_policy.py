@@ -115,7 +115,7 @@ def test_answers_are_drawn_before_each_step():
     for number in range(len(loader)):
         next(iterator)
         assert len(student.asked) == number * 2 // 4 + 1
-    loader.begins_itself = False
+    loader.starts_itself = False
     assert loader.begin_segment() == 2 and len(list(loader)) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lmmods.cli import main
-from lmmods.runs.averaging import averaged_parameters
+from lmmods.runs.averaging import load_averages
 from lmmods.runs.checkpoint import read_checkpoint
 from lmmods.runs.folder import RunFolder
 
@@ -40,7 +40,7 @@ def test_engines_average_alike_and_export_and_resume_the_average(recipe, tmp_pat
         assert main(["fit", *recipe(**arguments, engine=engine), "--stop_at", "2"]) == 0
         assert main(["fit", *recipe(**arguments, engine=other), "--ckpt_path", "last"]) == 0
         average = by_hand(folder)
-        saved = averaged_parameters(read_checkpoint(folder.resolve("last")), 1)
+        saved = load_averages(read_checkpoint(folder.resolve("last")), 1)
         exported = load_file(folder.model / "adapter_model.safetensors")
         for name, value in average.items():
             np.testing.assert_allclose(saved[name], value, rtol=1e-6, atol=1e-8)

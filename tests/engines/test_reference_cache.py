@@ -13,7 +13,7 @@ from lmmods.data.references import reference_store
 from lmmods.data.store.references import ReferenceStore
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.model_card import first_weights
+from lmmods.runs.model_card import describe_initial_weights
 from tests.finished_runs import rows
 
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
@@ -104,7 +104,7 @@ def test_other_rows_templates_and_lengths_have_references_of_their_own(pairs, ll
 
 def test_other_weights_have_references_of_their_own(llama_folder, tmp_path):
     def facts(folder, precision="32-true", seed=7, **fields):
-        return json.dumps(first_weights(PreferenceFields(pretrained=str(folder), **fields), precision, seed))
+        return json.dumps(describe_initial_weights(PreferenceFields(pretrained=str(folder), **fields), precision, seed))
 
     moved = shutil.copytree(llama_folder, tmp_path / "moved")
     assert facts(moved) == facts(llama_folder, loss="ipo", beta=0.3, reference="cache")

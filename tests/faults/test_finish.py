@@ -44,7 +44,7 @@ def test_an_export_cut_off_is_made_good(recipe, tmp_path, monkeypatch, engine, c
     assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(RunFolder, "replace_model", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             main(["fit", *arguments])
     assert not broken.completed.exists() and not broken.model.exists()
@@ -73,7 +73,7 @@ def test_a_complete_run_says_so_and_goes_on_when_it_is_longer(recipe, tmp_path, 
 def test_a_run_that_is_longer_than_asked_for_ends_as_it_stands(recipe, tmp_path, monkeypatch, engine, capfd):
     run = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(RunFolder, "replace_model", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             main(["fit", *recipe(engine=engine, **PLAIN)])
     assert main(["fit", *recipe(engine=engine, **{**PLAIN, "trainer__max_steps": 2}), "--ckpt_path", "last"]) == 0
@@ -86,7 +86,7 @@ def test_a_full_disk_at_the_end_is_one_message_and_goes_on(recipe, tmp_path, mon
     run = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
         full = OSError(28, "No space left on device", "model")
-        patch.setattr(RunFolder, "put_model", lambda *_: (_ for _ in ()).throw(full))
+        patch.setattr(RunFolder, "replace_model", lambda *_: (_ for _ in ()).throw(full))
         assert main(["fit", *recipe(engine=engine, **PLAIN)]) == 2
     said = capfd.readouterr().err
     assert "No space left on device" in said and "--ckpt_path last" in said and "Traceback" not in said

@@ -9,9 +9,9 @@ import pytest
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.runs.checkpoint import WriterRank, begin_folder, write_checkpoint, write_manifest, write_shards
+from lmmods.runs.checkpoint import WriterRank, create_folder, write_checkpoint, write_manifest, write_shards
 from lmmods.runs.csv_logger import MetricsCSV
-from lmmods.runs.folder import RunFolder, find_resumed, write_json, write_text
+from lmmods.runs.folder import RunFolder, find_checkpoint_to_resume, write_json, write_text
 from lmmods.runs.lock import FILE as LOCK
 from lmmods.runs.loggers import logger_paths
 from lmmods.runs.run_files import LIST, MAY_BE_LINKS, NAMES, OWNER, RunFiles, append_json, remove_checkpoint
@@ -32,10 +32,10 @@ def add_checkpoint(run: RunFolder, name: str) -> None:
 
 
 def add_model(run: RunFolder, *names: str) -> None:
-    exported = run.room_for_model()
+    exported = run.create_model_folder()
     for name in names:
         (exported / name).write_text("exported")
-    run.put_model(exported)
+    run.replace_model(exported)
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -58,7 +58,7 @@ def test_a_name_that_something_else_has_is_refused(run, name, overwrite):
 
 def test_auto_begins_a_run_or_goes_on(run):
     """The same command at each start, whenever the one before died; what is finished without a checkpoint stays."""
-    assert find_resumed(run, "auto") is None
+    assert find_checkpoint_to_resume(run, "auto") is None
     run.check_fit("auto", False, {})
     run.begin(None)
     write_text(run.config, "{}")  # killed before its first checkpoint
@@ -68,7 +68,7 @@ def test_auto_begins_a_run_or_goes_on(run):
         run.check_fit("auto", False, {})
     add_checkpoint(run, "step=2")
     run.check_fit("auto", False, {})
-    assert find_resumed(run, "auto") == run.checkpoint("step=2")
+    assert find_checkpoint_to_resume(run, "auto") == run.checkpoint("step=2")
     with pytest.raises(UserError, match="does not exist"):
         run.resolve("auto")
 
@@ -297,10 +297,10 @@ def test_no_link_in_model_leads_out(run, thesis):
     with pytest.raises(UserError, match="leads out of this folder"):
         add_model(run, "config.json")
     assert (run.model / "config.json").read_text() == "exported"
-    exported = run.room_for_model()
+    exported = run.create_model_folder()
     write_text(exported / "figures" / "one.png", "exported")
     with pytest.raises(UserError, match="leads out of this folder"):
-        run.put_model(exported)
+        run.replace_model(exported)
     with pytest.raises(UserError, match="leads out of this folder"):
         run.files.delete()
     assert tree(thesis) == before
@@ -318,7 +318,7 @@ def test_what_interrupted_writers_left_is_no_way_out(run, thesis):
     (run.checkpoints / ".step=3").symlink_to(thesis / "checkpoint")
     (run.checkpoints / "step=3").symlink_to(thesis / "checkpoint")
     for write in (lambda folder: write_checkpoint(folder, {"epoch": 1}),
-                  lambda folder: (begin_folder(folder),
+                  lambda folder: (create_folder(folder),
                                   write_shards(folder, {"epoch": 1}, WriterRank(0, 1)))):
         write(run.checkpoint("step=3"))
         run.point("last", run.checkpoint("step=3"))

@@ -18,7 +18,7 @@ from lmmods.core.settings import Optimizer
 from lmmods.runs.checkpoint import (
     Shards,
     WriterRank,
-    begin_folder,
+    create_folder,
     open_checkpoint,
     read_checkpoint,
     write_checkpoint,
@@ -88,7 +88,7 @@ def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch
             return Shards(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
         return {**jax.tree.map(rows, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
 
-    begin_folder(folder)
+    create_folder(folder)
     for rank in (2, 1, 0):
         write_shards(folder, shards_of(rank), WriterRank(rank, 3))
 

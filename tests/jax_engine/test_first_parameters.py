@@ -55,7 +55,7 @@ def test_a_process_initialises_only_its_devices_shards(dtype, monkeypatch):
         shapes.append([len(range(length)[dimension]) for length, dimension in zip(shape, part, strict=True)])
         return draw(seed, name, distribution, shape)[part]
 
-    monkeypatch.setattr(linear, "draw_part", drawn)
+    monkeypatch.setattr(linear, "init_part", drawn)
     placed = flatten(mesh.put_state(net.initial_values(3, dtype)))
     monkeypatch.undo()
     whole = flatten(net.init(3, dtype))

@@ -27,7 +27,7 @@ IS_SAMPLED = np.array([1, 0, 1, 0, 0, 1, 1, 0], np.float32)
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
-    monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss, "MIN_CHUNK", 1)
 
 
 def make_inputs(rows: int = V):

@@ -52,7 +52,7 @@ def check_close(actual, expected):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
-    monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss, "MIN_CHUNK", 1)
 
 
 @pytest.mark.parametrize("labelled", [0.0, 0.02, 0.3, 1.0])
@@ -60,7 +60,7 @@ def small_chunks(monkeypatch):
 def test_token_loss_equals_that_of_torch(labelled, form, monkeypatch):
     if form == "chunks":
         monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 5)
-        monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
+        monkeypatch.setattr(loss, "MIN_CHUNK", 1)
     hidden, targets, params = make_inputs(labelled)
     expected, expected_gradients = torch_token_loss(hidden, targets, params)
     with Float64():
@@ -174,7 +174,7 @@ def test_memory_of_a_wide_vocabulary(trains_head, form):
         return jnp.square(token_log_probs(hidden, targets, lambda h: h @ weight.T, wide).sum(1)).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 2) if trains_head else (0,))).lower(*shapes).compile()
-    chunk = 4 * loss.LEAST_CHUNK * wide
+    chunk = 4 * loss.MIN_CHUNK * wide
     assert compiled.memory_analysis().temp_size_in_bytes < 2.1 * chunk < 4 * rows * length * wide / 7
 
 

@@ -87,7 +87,7 @@ def test_large_matrices_are_quantised_in_pieces(monkeypatch):
 
 def test_rows_of_stacked_matrices_are_read_by_parts():
     values = np.arange(60).reshape(3, 4, 5)
-    joined = lazy_array.lazy(values).below_each_other()
+    joined = lazy_array.lazy(values).concatenate_rows()
     for rows in (slice(0, 12), slice(2, 5), slice(4, 8), slice(7, 12), slice(3, 3)):
         assert np.array_equal(joined[rows, 1:4], values.reshape(12, 5)[rows, 1:4])
 

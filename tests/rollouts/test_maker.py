@@ -13,7 +13,7 @@ from lmmods.data.batch.rollouts import RolloutPlan
 from lmmods.data.grpo import PromptData
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.recipe.trust import trusting
-from lmmods.rollouts.maker import RolloutMaker, plan_of, token_columns
+from lmmods.rollouts.maker import RolloutMaker, make_plan_function, token_columns
 from lmmods.rollouts.policy import SampledAnswer
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
@@ -289,7 +289,7 @@ def test_steps_that_split_prompts_are_rejected(llama_folder):
         return GRPOFields(pretrained=str(llama_folder), rewards=[{"name": "exact_match"}], **settings)
 
     with pytest.raises(UserError, match="has 12 answers .* not a multiple of model.num_generations 8"):
-        plan_of(task(), True, 0)(10, 12)
+        make_plan_function(task(), True, 0)(10, 12)
     with pytest.raises(UserError, match="prompts_per_step 4 .* is 32 answers per step, but .* is 16"):
-        plan_of(task(prompts_per_step=4), True, 0)(10, 16)
-    assert plan_of(task(prompts_per_step=2), True, 0)(10, 16).rows_per_step == 16
+        make_plan_function(task(prompts_per_step=4), True, 0)(10, 16)
+    assert make_plan_function(task(prompts_per_step=2), True, 0)(10, 16).rows_per_step == 16

@@ -7,7 +7,7 @@ import pytest
 
 from lmmods.core.settings import Teacher
 from lmmods.recipe.tasks.sft import SFTFields
-from lmmods.rollouts.on_policy import on_policy_of
+from lmmods.rollouts.on_policy import make_on_policy
 from lmmods.rollouts.policy import SampledAnswer
 
 DATA = SimpleNamespace(max_length=50, run_seed=7, codec=SimpleNamespace(stop_token_ids=[2]))
@@ -40,7 +40,7 @@ def task_of(**teacher):
 def test_processes_share_the_answers():
     task, gathered = task_of(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
     samplers = [Sampler(rank, gathered) for rank in (0, 1)]
-    first, second = (on_policy_of(task, DATA, lambda sampler=sampler: sampler) for sampler in samplers)
+    first, second = (make_on_policy(task, DATA, lambda sampler=sampler: sampler) for sampler in samplers)
     assert first[:4] == (0.5, 4, 50, 7)
     with pytest.raises(KeyError):  # the other process's are missing
         first.draw(PROMPTS, UNIFORMS)
@@ -50,9 +50,9 @@ def test_processes_share_the_answers():
 
 
 def test_without_training_prompts_stand_in():
-    draw = on_policy_of(task_of(on_policy=1.0), DATA).draw
+    draw = make_on_policy(task_of(on_policy=1.0), DATA).draw
     assert [answer.tolist() for answer in draw(PROMPTS[:2], UNIFORMS[:2])] == [[1, 2, 1, 2], [1, 2, 3, 4]]
-    assert on_policy_of(task_of(), DATA) is None
+    assert make_on_policy(task_of(), DATA) is None
 
 
 def test_the_description_of_a_run():

@@ -120,7 +120,7 @@ def test_a_checkpoint_is_the_same_whoever_wrote_which_part(tmp_path):
     content["state_dict"] = {"w": whole, "b": np.ones(2)}
     content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
     write_checkpoint(tmp_path / "one", content)
-    checkpoint.begin_folder(tmp_path / "two")
+    checkpoint.create_folder(tmp_path / "two")
     for rank in (1, 0):
         checkpoint.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2))
     one, two = (checkpoint.read_arrays(tmp_path / name) for name in ("one", "two"))
@@ -129,7 +129,7 @@ def test_a_checkpoint_is_the_same_whoever_wrote_which_part(tmp_path):
 
 
 def test_a_missing_piece_is_damage(tmp_path):
-    checkpoint.begin_folder(tmp_path / "c")
+    checkpoint.create_folder(tmp_path / "c")
     content = pieces_of(0)
     checkpoint.write_shards(tmp_path / "c", content, WriterRank(0, 1))
     for read in (read_checkpoint, open_checkpoint):
@@ -142,7 +142,7 @@ def test_what_several_have_is_written_once(rows, count, monkeypatch):
     """By rows where there are enough of them, and nothing twice."""
     monkeypatch.setattr(checkpoint, "SMALL", 1)
     array = np.arange(rows * 2).reshape(rows, 2)
-    parts = [part for index in range(count) for part in checkpoint.own_shard((5, 1), array, index, count)]
+    parts = [part for index in range(count) for part in checkpoint.slice_for_process((5, 1), array, index, count)]
     assert np.array_equal(np.concatenate([part for _, part in parts]), array)
     assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
                                              for place in range(len(parts))]

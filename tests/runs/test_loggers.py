@@ -18,7 +18,7 @@ from lmmods.data.label_metrics import class_report
 from lmmods.recipe.engines import LOGGERS
 from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.loggers import LoggerSupport, support_of
+from lmmods.runs.loggers import LoggerSupport, find_support
 from lmmods.runs.wandb import TABLE_PROMPTS, TABLE_ROWS, RolloutTable, log_classes
 
 ROOT = Path(__file__).parents[2]
@@ -280,7 +280,7 @@ def test_a_logger_is_named_in_its_entry_alone():
 
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_logger_is_known_by_each_name_of_its_class(name):
-    known = support_of(name)
+    known = find_support(name)
     assert known is import_module(LOGGERS[name]).SUPPORT
-    assert support_of(f"somewhere.My{name}") is known and support_of(f"lightning.pytorch.loggers.{name}") is known
-    assert type(support_of(f"{name}Wrapper")) is LoggerSupport
+    assert find_support(f"somewhere.My{name}") is known and find_support(f"lightning.pytorch.loggers.{name}") is known
+    assert type(find_support(f"{name}Wrapper")) is LoggerSupport

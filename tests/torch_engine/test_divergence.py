@@ -36,7 +36,7 @@ def of_trl(form, logits, taught, targets):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * V * 5)
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
 
 
 @pytest.fixture

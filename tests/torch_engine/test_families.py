@@ -102,7 +102,7 @@ def of_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatch, capsys):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions a chunk
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     model = with_adapters(make(name)) if adapted else make(name)
     (logps, expected, expected_preference), (exact_logps, exact, exact_preference) = in_both(of_transformers, model)
     num_adapted, joined = sum("lora_B" in key for key in expected), []

@@ -174,7 +174,7 @@ def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
         num_rows[name] = len(range(shape[0])[part[0]])
         return draw(seed, name, distribution, shape)[part]
 
-    monkeypatch.setattr(initialization, "draw_part", drawn)
+    monkeypatch.setattr(initialization, "init_part", drawn)
     torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
     try:
         model = from_config(make, 3, by_parts=True)

@@ -102,7 +102,7 @@ def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
         monkeypatch, dtype, trains, weighted, scale, softcap):
     """Float32 to rounding; under bfloat16 autocast the two round in other places."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)  # five positions a chunk
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 61, bias=False).requires_grad_(trains)
     hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
@@ -133,7 +133,7 @@ def test_a_head_by_hand_is_the_head_by_autograd(  # noqa: PLR0913
 def test_smoothed_losses_are_transformers_and_their_formula(monkeypatch, form, head):
     """LabelSmoother's mean over tokens; log Z squared from logsumexp; TRL's factor of `loss_type: dft`."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 61 * 5)
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 61, bias=False)
     hidden, targets = torch.randn(2, 9, 16), torch.randint(0, 61, (2, 9))
@@ -171,7 +171,7 @@ def test_smoothed_losses_are_transformers_and_their_formula(monkeypatch, form, h
 def test_the_head_comes_as_close_to_the_truth_as_torchs_own(monkeypatch, trains):
     """The truth is cross-entropy over full logits in float64; torch's fused loss has chunks of its own."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 307 * 50)  # 50 positions a chunk
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     torch.manual_seed(0)
     layer = torch.nn.Linear(48, 307, bias=False).requires_grad_(trains)
     torch.nn.init.normal_(layer.weight)  # decided predictions, as of a trained model

@@ -66,7 +66,7 @@ def num_targets(data: dict[str, torch.Tensor]) -> int:
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 3)  # three positions a chunk
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

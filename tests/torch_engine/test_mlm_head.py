@@ -23,7 +23,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 2)  # two positions a chunk
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     torch.manual_seed(0)
     model = AutoModelForMaskedLM.from_config(CONFIG_MAPPING[name](**ARCHITECTURES[name], pad_token_id=1)).train()
     ids = torch.randint(5, 61, (2, 12))

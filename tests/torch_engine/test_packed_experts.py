@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_round_trip_and_a_merge_gets_its_numbers(pair):
         copy_dequantized(packed, unpacked)
         assert torch.equal(unpacked(IDS).logits, wanted)
     assert summarize(packed).num_params == summarize(plain).num_params
-    assert len(experts.packed_names(packed)) == 4
+    assert len(experts.packed_parameter_names(packed)) == 4
 
 
 @pytest.mark.parametrize(("parameters", "checkpointing"), [

@@ -96,7 +96,7 @@ def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
     hidden, layer = torch.randn(23, 16, requires_grad=True), torch.nn.Linear(16, 40, bias=False)
     targets, coefficients = torch.randint(40, (23,)), torch.randn(23)
     monkeypatch.setattr("lmmods.torch_engine.nn.loss.CHUNK_BYTES", 5 * 4 * 40)
-    monkeypatch.setattr("lmmods.torch_engine.nn.loss.LEAST_CHUNK", 1)
+    monkeypatch.setattr("lmmods.torch_engine.nn.loss.MIN_CHUNK", 1)
 
     class Head:
         linear = layer if kind == "matrix" else None

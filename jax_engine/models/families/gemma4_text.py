@@ -50,7 +50,7 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     parts = {kind: config.per_layer_config[kind] for kind in set(kinds)}
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     sizes = (parts["full_attention"].num_key_value_heads, parts["full_attention"].head_dim)
-    experts = Experts(config.num_experts, config.top_k_experts, config.moe_intermediate_size, beside_mlp=True,
+    experts = Experts(config.num_experts, config.top_k_experts, config.moe_intermediate_size, has_mlp=True,
                       scaled_router=True) if config.enable_moe_block else None
     ropes = {kind: _rope(part, kind) for kind, part in parts.items()}
     sliding = parts.get("sliding_attention", parts["full_attention"])

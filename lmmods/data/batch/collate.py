@@ -14,7 +14,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.store.rows import RowSet
 
 SEEDS = "token_seeds"
-PLACES = "teacher_places"  # indices of target tokens, see `number_scored`
+PLACES = "teacher_places"  # indices of target tokens, see `number_targets`
 DRAWN = "drawn"  # 1 for rows whose answer the model in training has sampled, see `SampledSet`
 
 Collate = Callable[[list], dict[str, torch.Tensor]]

@@ -234,19 +234,19 @@ class SegmentLoader(StatefulLoader):
     Abstract. Arguments as for `StatefulLoader`.
     """
 
-    begins_itself = True  # False where the engine calls `begin_segment`
+    starts_itself = True  # False where the engine calls `begin_segment`
 
     @abstractmethod
     def begin_segment(self) -> int:
         """Prepare the segment at the current position and return this rank's number of micro-batches left in it.
 
-        A collective call, to be made before iterating where `begins_itself` is False.
+        A collective call, to be made before iterating where `starts_itself` is False.
         """
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
             yield from islice(super().__iter__(), self.begin_segment())
-            if not self.begins_itself or self._handed_out >= self._num_batches:
+            if not self.starts_itself or self._handed_out >= self._num_batches:
                 return
 
 

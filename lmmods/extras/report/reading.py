@@ -15,7 +15,7 @@ import yaml
 from lmmods.core.errors import UserError
 from lmmods.core.redaction import redacted
 from lmmods.runs.folder import RunFolder, checkpoint_position
-from lmmods.runs.run_files import OF_STEP
+from lmmods.runs.run_files import STEP_FILE
 
 ROLLOUTS = 2  # number of rollouts read of each run, the last ones
 
@@ -89,7 +89,7 @@ def read_runs(folders: list[str]) -> list[Run]:
         if not path.is_dir():
             raise UserError(f"report: {folder} does not exist. Check the path." if not path.exists() else
                             f"report: {folder} is a file. Use the run folder.")
-        if not RunFolder(path).holds_run():
+        if not RunFolder(path).has_run():
             raise UserError(f"report: {folder} is not a run folder: it has no config.yaml, metrics.csv or checkpoints. "
                             "Check the path.")
         if path.resolve() in folder_of:
@@ -166,7 +166,7 @@ def read_rollouts(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     Raises:
         UserError: A line is not an object with `prompt`, `asked` and `answer`.
     """
-    steps = sorted((int(match[1]) for path in folder.glob("step=*.jsonl") if (match := OF_STEP.fullmatch(path.name))),
+    steps = sorted((int(match[1]) for path in folder.glob("step=*.jsonl") if (match := STEP_FILE.fullmatch(path.name))),
                    reverse=True)
     keys = {"prompt", "asked", "answer"}
     rollouts = ((step, _read_rows(folder / f"step={step}.jsonl", keys.issubset, "prompt, asked and answer"))

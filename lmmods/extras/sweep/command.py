@@ -27,7 +27,7 @@ from lmmods.recipe.files import CONFIG_OPTIONS, as_yaml, config_argument, option
 from lmmods.recipe.reader import parse, with_library_classes
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.runs.folder import RunFolder
-from lmmods.runs.loggers import loggers_of
+from lmmods.runs.loggers import list_loggers
 from lmmods.runs.run_files import write_text
 from lmmods.runs.wandb import PROJECT, SUPPORT
 
@@ -158,7 +158,7 @@ def conclude(folder: Path, study: Study, keys: list[str], metric: str, mode: str
         trial.user_attrs.get("problem", "")) for trial in ranked])
     print("\n" + table.as_text(), flush=True)
     plotted = [str(run) for trial in ranked if trial.state.name != "FAIL"
-               for run in [trial_folder(folder, trial.number)] if RunFolder(run).holds_run()][:MAX_PLOTTED]
+               for run in [trial_folder(folder, trial.number)] if RunFolder(run).has_run()][:MAX_PLOTTED]
     if plotted:
         write_text(folder / "report.html", render(read_runs(plotted), datetime.now().astimezone(), table))
         best = trial_folder(folder, ranked[0].number) if ranked[0].state.name == "COMPLETE" else "none is complete yet"
@@ -234,7 +234,7 @@ class Worker:
         run, log = RunFolder(trial_folder(self.folder, trial.number)), self.folder / "logs" / f"{trial.number}.txt"
         log.parent.mkdir(exist_ok=True)
         words = [*self.recipe, *as_words(trial.params), "--trainer.default_root_dir", str(run.root)]
-        say(f"trial {trial.number}{' (resumed)' if run.holds_run() else ''}: "
+        say(f"trial {trial.number}{' (resumed)' if run.has_run() else ''}: "
             + "  ".join(f"{key} {_format_value(value)}" for key, value in trial.params.items()))
         is_pruned = False
         with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(lock,)) as process:
@@ -315,7 +315,7 @@ def _read_project(recipe: list[str]) -> str:
     """Return the W&B project that the recipe logs to. Raises UserError: it has no WandbLogger."""
     options, _ = options_of("fit")
     parsed = with_library_classes(parse(["fit", *recipe], options, checked=False))
-    for support, init_args in loggers_of({"trainer": parsed.whole()["trainer"]}):
+    for support, init_args in list_loggers({"trainer": parsed.whole()["trainer"]}):
         if support is SUPPORT:
             return str(init_args.get("project") or PROJECT)
     raise UserError("sweep: the recipe does not log to W&B, which could not compare its runs. Add class_path: "

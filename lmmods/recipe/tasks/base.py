@@ -126,10 +126,10 @@ class TaskFields:
     """
 
     takes: ClassVar[str | None] = None  # `kind` of the data that the loss is for; None accepts any
-    adapter_drops: ClassVar[bool] = True  # True if `adapter` keeps its dropout
+    adapter_has_dropout: ClassVar[bool] = True  # True if `adapter` keeps its dropout
     auto_class: ClassVar[str] = "AutoModel"  # transformers' class that loads the model
     pipeline_tag: ClassVar[str | None] = None  # the hub's name of the task
-    head_in_full: ClassVar[bool] = False  # True if a new head, not over the vocabulary, trains next to an adapter
+    trains_full_head: ClassVar[bool] = False  # True if a new head, not over the vocabulary, trains next to an adapter
     own_files: ClassVar[tuple[str, ...]] = ()  # files in the run folder that only this task writes
     own_folders: ClassVar[tuple[str, ...]] = ()  # like own_files, folders with files by step: step=50.jsonl
     # Keys of this class whose content identifies a run: folders or hub ids of models, configurations and adapters, and
@@ -279,7 +279,7 @@ class TaskFields:
         return None
 
     @property
-    def is_taught_beforehand(self) -> bool:
+    def precomputes_teacher(self) -> bool:
         """True if a teacher's most likely tokens are computed before training (`teacher.top_k`)."""
         return False
 
@@ -408,7 +408,7 @@ class TokenLossFields(TaskFields):
         return None if self.teacher is None else self.teacher.divergence
 
     @property
-    def is_taught_beforehand(self) -> bool:
+    def precomputes_teacher(self) -> bool:
         return self.teacher is not None and self.teacher.top_k is not None
 
     @property
@@ -480,7 +480,7 @@ class LabelFields(TaskFields):
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
     usual: ClassVar[Usual] = Usual(rows=32, lr=2e-5, small_lr=5e-5)
     own_files: ClassVar[tuple[str, ...]] = ("classes.json",)
-    head_in_full: ClassVar[bool] = True
+    trains_full_head: ClassVar[bool] = True
 
     class_weights: dict[str, float] | Literal["balanced"] | None = None
 

@@ -65,7 +65,7 @@ class GRPOFields(CausalFields):
     """
 
     takes: ClassVar[str] = "PromptData"
-    adapter_drops: ClassVar[bool] = False
+    adapter_has_dropout: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/reward"
     ranked_by: ClassVar[tuple[str, Literal["min", "max"]]] = ("val/reward", "max")
     loss_falls: ClassVar[bool] = False

@@ -14,7 +14,7 @@ class MultipleChoiceFields(TaskFields):
     takes: ClassVar[str] = "MultipleChoiceData"
     auto_class: ClassVar[str] = "AutoModelForMultipleChoice"
     pipeline_tag: ClassVar[str] = "multiple-choice"
-    head_in_full: ClassVar[bool] = True
+    trains_full_head: ClassVar[bool] = True
     accuracy: ClassVar[str] = "val/accuracy"
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al. 2019, section 4.4 and appendix A.3).
     usual: ClassVar[Usual] = Usual(epochs=3, rows=16, lr=2e-5, small_lr=5e-5)

@@ -33,7 +33,7 @@ class PreferenceFields(CausalFields):
     """
 
     takes: ClassVar[str] = "PreferenceData"
-    adapter_drops: ClassVar[bool] = False
+    adapter_has_dropout: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/rewards/accuracy"
     usual: ClassVar[Usual] = Usual(epochs=1, rows=32, lr=1e-6, small_lr=1e-5, adapter_lr=1e-5,
                                    prompt="Name three fruits.")

@@ -13,7 +13,7 @@ class QAFields(TaskFields):
     takes = "QAData"
     auto_class = "AutoModelForQuestionAnswering"
     pipeline_tag = "question-answering"
-    head_in_full = True
+    trains_full_head = True
     usual = Usual(epochs=2, lr=3e-5, small_lr=3e-5)
     own_files = ("predictions.json", "nbest_predictions.json", "null_odds.json")
 

@@ -23,8 +23,8 @@ class RewardFields(TaskFields):
     takes: ClassVar[str] = "RewardData"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     pipeline_tag: ClassVar[str] = "text-classification"
-    head_in_full: ClassVar[bool] = True
-    adapter_drops: ClassVar[bool] = False
+    trains_full_head: ClassVar[bool] = True
+    adapter_has_dropout: ClassVar[bool] = False
     accuracy: ClassVar[str] = "val/accuracy"
     usual: ClassVar[Usual] = Usual(epochs=1, rows=32, lr=1e-5, small_lr=1e-4, adapter_lr=1e-4)
 

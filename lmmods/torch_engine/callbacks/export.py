@@ -16,9 +16,9 @@ from lmmods.runs.wandb import log_checkpoint
 def export_run(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Write model/ and loss.png and mark the run completed. A collective call."""
     folder = trainer.run_folder
-    exported = write_model(trainer, module, folder.room_for_model)
+    exported = write_model(trainer, module, folder.create_model_folder)
     if trainer.is_global_zero:
-        folder.put_model(exported)
+        folder.replace_model(exported)
         log_checkpoint(trainer.loggers, folder.find("last"), ends=True)
         end_manifest(folder, trainer.global_step)
         folder.complete()
@@ -61,9 +61,9 @@ class Publish(Publisher, L.Callback):
         if trainer.strategy.broadcast(self.is_busy):
             return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
         with trainer.stopwatch.paused():
-            folder = write_model(trainer, module, trainer.run_folder.room_for_upload)
+            folder = write_model(trainer, module, trainer.run_folder.create_upload_folder)
             if trainer.is_global_zero:
-                self.upload_aside(folder, trainer.global_step)
+                self.start_upload(folder, trainer.global_step)
 
     def publish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Upload model/."""

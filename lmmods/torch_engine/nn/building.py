@@ -18,7 +18,7 @@ from lmmods.torch_engine.compat.peft import adapts_parameters
 from lmmods.torch_engine.nn.attention import attention_errors, prefer_cpu_kernels, say_eager
 from lmmods.torch_engine.nn.cpu_kernels import bound_onednn_cache
 from lmmods.torch_engine.nn.dropout import TokenDropout
-from lmmods.torch_engine.nn.experts import packed_names
+from lmmods.torch_engine.nn.experts import packed_parameter_names
 from lmmods.torch_engine.nn.initialization import from_config
 from lmmods.torch_engine.nn.loading import load_pretrained, resize_embeddings, vocabulary_layers
 from lmmods.torch_engine.nn.lora import add_lora, continue_adapter, fuse_adapters
@@ -72,7 +72,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
             model = add_lora(model, fields.lora, tokens_to_train(data, num_rows), dtype, task_type, seed, abstract,
                              principal)
         else:
-            model = continue_adapter(model, fields.adapter, dtype, fields.adapter_drops, abstract)
+            model = continue_adapter(model, fields.adapter, dtype, fields.adapter_has_dropout, abstract)
         if fields.fast_kernels and not fields.compile:  # the compiler fuses them itself
             fuse_adapters(model)
     elif fields.freezes:
@@ -160,7 +160,7 @@ def compile_layers(model: nn.Module) -> None:
     if adapts_parameters(model):
         raise UserError("model.compile: adapters on experts (lora.target_parameters) create new matrices in each "
                         "forward pass, and torch.compile would recompile for each. Set model.compile to false.")
-    if packed_names(model):
+    if packed_parameter_names(model):
         raise UserError("model.compile: 4-bit experts are dequantised when they are read, which torch.compile does not "
                         "support. Set model.compile to false, or model.quantize to null.")
     from transformers.modeling_layers import GradientCheckpointingLayer

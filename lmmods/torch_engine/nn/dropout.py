@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmmods.core.console import say
-from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, least_kept, site_seed
+from lmmods.core.dropout import FINAL_1, FINAL_2, NOISE_SITE, feature_seeds, keep_scale, min_kept, site_seed
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.compat.transformers import attention_name
 from lmmods.torch_engine.nn.attention import CPU, VARLEN
@@ -305,7 +305,7 @@ def feature_mask(seeds: Tensor, site: int, num: int, rate: float) -> Tensor:
     # Upper halves of the bits decide features 0 to half - 1, lower halves the rest.
     mask = torch.empty(len(seeds), 2, half, dtype=torch.bool, device=seeds.device)
     _decide(words.view(1, -1, 1), _features(half, seeds.device).view(1, 1, -1), mask[None, :, 0], mask[None, :, 1],
-            least_kept(rate))
+            min_kept(rate))
     return mask.view(len(seeds), 2 * half)[:, :num]  # drop the last feature of an odd `num`
 
 
@@ -318,7 +318,7 @@ def attention_mask(seeds: Tensor, site: int, num_heads: int, rate: float) -> Ten
     # One pair of heads at a time, so that temporaries are [B, T, T].
     for pair in range(half):
         keys = _fold(finalise(seeds ^ pairs[pair]))
-        _decide(queries[:, :, None], keys[:, None], mask[:, pair], mask[:, half + pair], least_kept(rate))
+        _decide(queries[:, :, None], keys[:, None], mask[:, pair], mask[:, half + pair], min_kept(rate))
     return mask[:, :num_heads]
 
 

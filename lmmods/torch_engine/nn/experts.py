@@ -35,8 +35,8 @@ def router_probabilities(model: nn.Module, outputs: Any) -> list[Tensor]:
     return [logits.float().softmax(-1) for logits in outputs.router_logits]
 
 
-def with_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixture, real: Tensor, row_weights: Tensor,
-              coefficient: float) -> LossSums:
+def add_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixture, real: Tensor, row_weights: Tensor,
+             coefficient: float) -> LossSums:
     """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
@@ -100,7 +100,7 @@ def pack(model: nn.Module, states: dict[str, Any]) -> None:
         parametrize.register_parametrization(module, leaf, _Matrices(state), unsafe=True)
 
 
-def packed_names(model: nn.Module) -> list[str]:
+def packed_parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the packed parameters."""
     return [f"{path}.{name}" for path, module in model.named_modules() if isinstance(module, _Recomputing)
             for name in _matrices(module)]

@@ -16,8 +16,8 @@ from lmmods.core.initialization import (
     Normal,
     Uniform,
     draw,
-    draw_part,
     fill,
+    init_part,
     row_norms,
     stream_key,
 )
@@ -81,7 +81,7 @@ class InitialValues:
     def rows(self, rows: range) -> Tensor:
         """Return the values of some rows, float32 [len(rows), ...]."""
         part = (slice(rows.start, rows.stop), *[slice(None)] * (len(self.shape) - 1))
-        values = draw_part(self.seed, self.name, self.distribution, self.shape, part)
+        values = init_part(self.seed, self.name, self.distribution, self.shape, part)
         first = rows.start * math.prod(self.shape[1:])  # index of the first element in the flattened whole
         for start, end, constant in self.constants:
             # Clip to these rows; an end at or below the start selects nothing.

@@ -12,7 +12,7 @@ from lmmods.core.console import say
 from lmmods.core.experts import Mixture
 from lmmods.torch_engine.compat.peft import trained_rows
 from lmmods.torch_engine.compat.torch import has_forward_hooks, is_plain
-from lmmods.torch_engine.nn.experts import router_probabilities, with_load
+from lmmods.torch_engine.nn.experts import add_load, router_probabilities
 from lmmods.torch_engine.nn.loss import (
     IGNORED,
     LossSums,
@@ -150,7 +150,7 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     real = batch["segment_ids" if "segment_ids" in batch else "attention_mask"] > 0
     # [B, T]. Its row sums are the weights of the rows' load-balancing losses.
     target_weights = (targets != IGNORED) * (1.0 if weights is None else weights)
-    return with_load(sums, router_probabilities(model, outputs), mixture, real, target_weights.sum(1), balance_loss)
+    return add_load(sums, router_probabilities(model, outputs), mixture, real, target_weights.sum(1), balance_loss)
 
 
 def causal_logps(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], device: torch.device | None = None

@@ -23,11 +23,11 @@ from lmmods.core.adapters import (
     adapter_weights,
     check_head,
     check_rows,
-    does_not_fit,
     fitting_adapter,
     left_over,
+    mismatch_error,
     modules_in_full,
-    no_numbers,
+    not_finite_reason,
     quantised_in_full,
     saved_name,
     token_indices,
@@ -41,7 +41,7 @@ from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, ignore_tying_warning, is_lora_of_linear, lora_layers
 from lmmods.torch_engine.compat.torch import has_forward_hooks, version_of
 from lmmods.torch_engine.nn.classifier import has_new_head, head_modules
-from lmmods.torch_engine.nn.experts import is_stacked, packed_names, use_placeholders
+from lmmods.torch_engine.nn.experts import is_stacked, packed_parameter_names, use_placeholders
 from lmmods.torch_engine.nn.initialization import init_adapter
 from lmmods.torch_engine.nn.principal import PrincipalParts, adaptable
 from lmmods.torch_engine.nn.stored import fill
@@ -72,7 +72,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
     has_experts = mixture_of(model.config) is not None
     adapted = adapted_layers(settings, linear, has_experts, model.config.model_type)
     in_full = modules_in_full(settings, dict(model.named_modules()), linear)
-    packed = packed_names(model)
+    packed = packed_parameter_names(model)
     if settings.dora and fill(model):
         say("Base: each process reads all weights, as DoRA starts from the norms of their rows.")
     for name in sorted(in_full):
@@ -176,7 +176,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
 
     adapter_type = adapter_config(folder, key)["peft_type"]
     if adapter_type not in PeftType.__members__:
-        raise does_not_fit(folder, f"PEFT does not support peft_type {adapter_type}.", key)
+        raise mismatch_error(folder, f"PEFT does not support peft_type {adapter_type}.", key)
     adapter_weights(folder, key)
     with fitting_adapter(folder, key):
         config = PeftConfig.from_pretrained(folder)
@@ -194,7 +194,7 @@ def load_adapter(model: nn.Module, folder: str | Path, key: str = KEY, drops: bo
     # An adapter that diverged in training loads without error and computes NaN.
     for name, parameter in wrapped.named_parameters():
         if ".default" in name and not parameter.isfinite().all():
-            raise does_not_fit(folder, no_numbers(saved_name(name)), key)
+            raise mismatch_error(folder, not_finite_reason(saved_name(name)), key)
     return wrapped
 
 
@@ -217,7 +217,7 @@ def _all_loaded(model: nn.Module, folder: str | Path, key: str) -> Iterator[None
     finally:
         handle.remove()
     if missing or extra:
-        raise does_not_fit(folder, left_over(map(saved_name, missing), map(saved_name, extra)), key)
+        raise mismatch_error(folder, left_over(map(saved_name, missing), map(saved_name, extra)), key)
 
 
 def _is_plain(config: "PreTrainedConfig") -> bool:

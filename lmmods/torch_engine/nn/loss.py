@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.core.labels import IGNORED
-from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, LEAST_CHUNK
+from lmmods.core.memory import CHUNK_BYTES, CHUNK_BYTES_GPU, MIN_CHUNK
 from lmmods.core.settings import TokenLoss
 from lmmods.torch_engine.compat.torch import add_to_all
 
@@ -153,7 +153,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 def chunk_length(vocab_size: int, device: torch.device) -> int:
     """Return the number of positions of a chunk, with float32 logits [positions, V]."""
-    return max(chunk_bytes(device) // (4 * vocab_size), LEAST_CHUNK)
+    return max(chunk_bytes(device) // (4 * vocab_size), MIN_CHUNK)
 
 
 def token_log_probs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], params: list[Tensor],

@@ -91,7 +91,7 @@ MULTIPLE = 8  # chunk lengths are multiples of this, as are batch lengths
 FEATURES, MIN_TOKENS = 2**18, 1024
 
 
-def tokens_per_piece(piece_tokens: int | None, is_whole: bool, device: torch.device, hidden_size: int) -> int:
+def choose_chunk_tokens(piece_tokens: int | None, is_whole: bool, device: torch.device, hidden_size: int) -> int:
     """Return the number of tokens per chunk of a micro-batch, 0 for no chunks.
 
     GPUs are most efficient on large products, so only CPUs split by default.

@@ -121,7 +121,7 @@ def changes(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
         model: PEFT model with a principal adapter.
     """
     config = model.peft_config["default"]
-    settings = LoRA(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora).of_change()
+    settings = LoRA(rank=config.r, alpha=config.lora_alpha, rslora=config.use_rslora).for_export()
     state = {name: sharding.whole(param).detach() for name, param in model.named_parameters() if param.requires_grad}
     for name, initial in model.first_factors.items():
         factor, value = name.split(".")[-3], state[name]

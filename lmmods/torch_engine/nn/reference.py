@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lmmods.core.console import say
 from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING
-from lmmods.runs.model_card import first_weights
+from lmmods.runs.model_card import describe_initial_weights
 from lmmods.torch_engine.compat.peft import disable_adapters
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows
@@ -83,7 +83,7 @@ def cache_references(task: Any) -> None:
     A collective call, for use once the network is built. Raises UserError if the data is a stream.
     """
     data, strategy = task.trainer.datamodule, task.trainer.strategy
-    network = first_weights(task, task.trainer.precision, data.run_seed)
+    network = describe_initial_weights(task, task.trainer.precision, data.run_seed)
     stage = task.trainer.state.fn
     for role in begin_references(data, stage.value) if stage else []:  # without a stage no rows are read
         store = reference_store(data, role, network)

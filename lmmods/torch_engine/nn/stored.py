@@ -81,7 +81,7 @@ class Codes:
     def __init__(self, matrix: LazyArray, quant_type: str, double: bool, storage: torch.dtype, device: torch.device):
         from bitsandbytes.functional import QuantState
 
-        self._matrix = matrix if matrix.ndim == 2 else matrix.below_each_other()
+        self._matrix = matrix if matrix.ndim == 2 else matrix.concatenate_rows()
         self.double, self.storage, self.device = double, storage, device
         num_bytes = -(-matrix.size // 2)  # two codes per byte
         if num_bytes % storage.itemsize:

@@ -8,8 +8,8 @@ from torch import nn
 
 from lmmods.core.console import say
 from lmmods.data.batch.collate import PLACES
-from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, num_columns, number_scored, teacher_store
-from lmmods.runs.model_card import first_weights
+from lmmods.data.teacher import COMPUTING, TeacherTopKTable, gather_top_k, num_columns, number_targets, teacher_store
+from lmmods.runs.model_card import describe_initial_weights
 from lmmods.torch_engine.nn.distillation import compute_top_k
 from lmmods.torch_engine.nn.lm_head import LMHead, run_without_head
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows
@@ -24,9 +24,9 @@ def cached_teacher(task: Any) -> tuple[TeacherTopKTable, int]:
     """
     trainer, data, teacher = task.trainer, task.trainer.datamodule, task.teacher
     strategy, network, parts, start = trainer.strategy, None, [], 0
-    facts = first_weights(task.teacher_fields, trainer.precision, 0)
+    facts = describe_initial_weights(task.teacher_fields, trainer.precision, 0)
     size = num_columns(teacher, data.tokenizer, task.model.config.get_text_config().vocab_size, task.trust_remote_code)
-    for role, count in number_scored(data, trainer.state.fn.value).items():
+    for role, count in number_targets(data, trainer.state.fn.value).items():
         store = teacher_store(data, role, facts, count, teacher.top_k, size)
         top_k = strategy.broadcast(store.read() if trainer.is_global_zero else None)
         if top_k is None:

@@ -25,7 +25,7 @@ from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import PLACES
 from lmmods.data.teacher import check_teacher
 from lmmods.recipe.tasks.base import TaskFields
-from lmmods.runs.averaging import averaged_parameters
+from lmmods.runs.averaging import load_averages
 from lmmods.runs.identity import check_parameters
 from lmmods.runs.step_metrics import check_finite
 from lmmods.torch_engine.nn import sharding, summary
@@ -37,11 +37,11 @@ from lmmods.torch_engine.nn.export import save
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, chunk_bytes, token_loss
 from lmmods.torch_engine.nn.micro_batches import (
     StepSums,
+    choose_chunk_tokens,
     full_precision,
     split_rows,
     stack_sums,
     sum_over_processes,
-    tokens_per_piece,
 )
 from lmmods.torch_engine.nn.optim import (
     averages,
@@ -158,7 +158,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     # Training step: the gradient of the mean loss over a step's micro-batches, on all processes -----------------------
 
-    def loss_of_tokens(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool) -> Callable[..., LossSums]:
+    def build_token_loss(self, teacher: TeacherStates | TeacherTopK | None, is_training: bool
+                         ) -> Callable[..., LossSums]:
         """Return `token_loss` or `distillation_loss` with the task's settings; evaluation uses plain cross-entropy."""
         form = self.token_loss if is_training else TokenLoss()
         if teacher is None:
@@ -268,10 +269,10 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
                                f"but target_weight returned {weight}. Make them equal.")
 
     def chunk_tokens(self) -> int:
-        """Return the number of tokens per chunk of a micro-batch, 0 for no chunks; see `tokens_per_piece`."""
+        """Return the number of tokens per chunk of a micro-batch, 0 for no chunks; see `choose_chunk_tokens`."""
         is_whole = isinstance(self.trainer.strategy, SingleDeviceStrategy) or type(self.trainer.strategy) is DDPStrategy
         hidden_size = self.model.config.get_text_config().hidden_size
-        return tokens_per_piece(self.piece_tokens, is_whole, self.device, hidden_size)
+        return choose_chunk_tokens(self.piece_tokens, is_whole, self.device, hidden_size)
 
     def _count_rows(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the number of real tokens in rows with targets, and of these rows; others only fill up processes.
@@ -352,7 +353,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         if self.trainer.state.fn != "fit":
-            checkpoint["state_dict"] = averaged_parameters(
+            checkpoint["state_dict"] = load_averages(
                 checkpoint, num_layers(name for name, _ in self.named_parameters()))
         check_parameters(*({name: tuple(tensor.shape) for name, tensor in tensors.items()}
                            for tensors in (checkpoint["state_dict"], self.trainable())))

@@ -46,13 +46,13 @@ class CausalModule(CausalFields, TaskModule):
         self._mixture: Mixture | None = None
 
     def link(self, datamodule: DataModule) -> None:
-        if self.is_taught_beforehand:
+        if self.precomputes_teacher:
             datamodule.add_column(PLACES)
 
     def prepare_model(self) -> None:
         super().prepare_model()
         # Without a stage, as in a plan, no rows are read.
-        if self.is_taught_beforehand and getattr(getattr(self.trainer, "state", None), "fn", None):
+        if self.precomputes_teacher and getattr(getattr(self.trainer, "state", None), "fn", None):
             self._top_k, self._num_columns = cached_teacher(self)
 
     def on_model_ready(self) -> None:
@@ -92,11 +92,11 @@ class CausalModule(CausalFields, TaskModule):
             # [B] -> [B, T]
             is_sampled = batch[DRAWN].unsqueeze(1).expand(batch["labels"].shape) if DRAWN in batch else None
             teacher = TeacherStates(hidden, head, is_sampled)
-        elif self.is_taught_beforehand:
+        elif self.precomputes_teacher:
             if PLACES not in batch:
                 raise UserError(NO_PLACES)
             teacher = self._lookup_top_k(shift_weights(batch[PLACES]))
-        loss = self.loss_of_tokens(teacher, is_training=not count_correct)
+        loss = self.build_token_loss(teacher, is_training=not count_correct)
         if count_correct:  # in evaluation
             return causal_loss(self.model, self.head, batch, count_correct, device=self.built_for, loss=loss)
         return causal_loss(self.model, self.head, batch, mixture=self._mixture, balance_loss=self.balance_loss,

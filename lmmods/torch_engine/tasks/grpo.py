@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from lmmods.data.base import DataModule
 from lmmods.data.batch.rollouts import Place
-from lmmods.data.grpo import Begin, Rollouts, draw_nothing
+from lmmods.data.grpo import Begin, Rollouts, sample_nothing
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
-from lmmods.rollouts.maker import RolloutMaker, plan_of, prompt_facts, token_columns
+from lmmods.rollouts.maker import RolloutMaker, make_plan_function, read_prompt_facts, token_columns
 from lmmods.rollouts.policy import Row
 from lmmods.rollouts.rollout import Rollout
 from lmmods.torch_engine.nn.lm_head import token_logps
@@ -46,10 +46,10 @@ class GRPO(GRPOFields, CausalModule):
         return self.policy_loss.metric_names
 
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
-        return {**super().data_facts(command, read_scorer), **prompt_facts(self, command, read_scorer)}
+        return {**super().data_facts(command, read_scorer), **read_prompt_facts(self, command, read_scorer)}
 
-    def link(self, datamodule: DataModule, begin: Begin = draw_nothing) -> None:
-        plan = plan_of(self, datamodule.shuffle, datamodule.seed)
+    def link(self, datamodule: DataModule, begin: Begin = sample_nothing) -> None:
+        plan = make_plan_function(self, datamodule.shuffle, datamodule.seed)
         datamodule.take_rows_from(Rollouts(plan, token_columns(self), begin))
 
     def build_model(self, abstract: bool = False) -> None:

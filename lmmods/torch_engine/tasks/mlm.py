@@ -37,7 +37,7 @@ class MLM(MLMFields, TaskModule):
             with eval_mode(self.teacher_model):
                 teacher = TeacherStates(self.teacher_head.hidden(batch), self.teacher_head)
         # Only evaluation counts correct tokens.
-        loss = self.loss_of_tokens(teacher, is_training=not count_correct)
+        loss = self.build_token_loss(teacher, is_training=not count_correct)
         return masked_loss(self.head, batch, count_correct, self.built_for, loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:

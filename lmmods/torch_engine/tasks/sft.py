@@ -2,7 +2,7 @@
 
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
-from lmmods.rollouts.on_policy import on_policy_of
+from lmmods.rollouts.on_policy import make_on_policy
 from lmmods.torch_engine.tasks.causal_task import CausalModule
 from lmmods.torch_engine.tasks.sampler import TorchSampler
 
@@ -12,9 +12,9 @@ class SFT(SFTFields, CausalModule):
 
     def link(self, datamodule: DataModule) -> None:
         super().link(datamodule)
-        datamodule.take_rows_from(on_policy_of(self, datamodule))
+        datamodule.take_rows_from(make_on_policy(self, datamodule))
 
     def build_model(self, abstract: bool = False) -> None:
         super().build_model(abstract)
         data = self.trainer.datamodule
-        data.take_rows_from(on_policy_of(self, data, lambda: None if abstract else TorchSampler(self)))
+        data.take_rows_from(make_on_policy(self, data, lambda: None if abstract else TorchSampler(self)))

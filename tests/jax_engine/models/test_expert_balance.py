@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jax_engine.distributed.loss import LossSums
-from jax_engine.tasks.causal_task import with_load
+from jax_engine.tasks.causal_task import add_load
 from jax_engine.tasks.sft import SFT
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance, mixture_of, note_quantized
@@ -65,8 +65,8 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
 
     ref.torch.zero_grad()
     zero = torch.zeros(())
-    sums = on_torch.with_load(torch_losses.LossSums(zero, zero), probabilities, Mixture(num, 2),
-                              inputs["attention_mask"] > 0, torch.tensor(weights), coefficient)
+    sums = on_torch.add_load(torch_losses.LossSums(zero, zero), probabilities, Mixture(num, 2),
+                             inputs["attention_mask"] > 0, torch.tensor(weights), coefficient)
     sums.total.backward()
     assert np.allclose(sums.metrics.numpy(), np.stack([values, [weights.sum()] * 3], 1), rtol=1e-5)
     for key, gradient in expected_grads.items():
@@ -74,7 +74,7 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
 
     def balance(params):
         _, load = ref.net.hidden_and_load(params, batch, True)
-        losses_of_rows = with_load(LossSums(jnp.zeros(()), jnp.zeros(())), load, jnp.asarray(weights), coefficient)
+        losses_of_rows = add_load(LossSums(jnp.zeros(()), jnp.zeros(())), load, jnp.asarray(weights), coefficient)
         return losses_of_rows.total, losses_of_rows.metrics
 
     (total, metrics), grads = jax.jit(jax.value_and_grad(balance, has_aux=True))(ref.params)
@@ -131,7 +131,7 @@ def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
 def test_experts_beside_an_mlp_add_to_its_sizes(make_ref):
     """Dense Gemma 4 models may also have numbers of experts in their configuration."""
     config = make_ref("gemma4_text").config
-    assert mixture_of(config) == Mixture(5, 2, beside_mlp=True) and widths_of(config).wide == 2 * 12 + 20
+    assert mixture_of(config) == Mixture(5, 2, has_mlp=True) and widths_of(config).wide == 2 * 12 + 20
     dense = CONFIG_MAPPING["gemma4_text"](num_experts=5, top_k_experts=2, moe_intermediate_size=12)
     assert mixture_of(dense) is None and widths_of(dense).wide == dense.intermediate_size
 

@@ -136,8 +136,8 @@ def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes,
 def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
     mixture = make_ref(name).net.arch.experts
     with pytest.raises(UserError, match=f"mesh size expert is 2, but {says}"):
-        experts.check_shared(ShardedMesh(expert=2).expert_size, name, mixture)
-    experts.check_shared(ShardedMesh().expert_size, name, mixture)
+        experts.check_expert_mesh(ShardedMesh(expert=2).expert_size, name, mixture)
+    experts.check_expert_mesh(ShardedMesh().expert_size, name, mixture)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

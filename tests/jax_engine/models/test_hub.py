@@ -75,7 +75,7 @@ def test_what_is_not_supported_is_refused_by_name(config, head, message):
 def test_the_supported_families_are_all_tested():
     assert hub.list_supported() == sorted(FAMILIES)
     heads = {name: {head for family, head in PAIRS if family == name} for name in FAMILIES}
-    assert heads == {name: set(hub.family_of(transformers.CONFIG_MAPPING[name](), next(iter(tested))).classes)
+    assert heads == {name: set(hub.find_family(transformers.CONFIG_MAPPING[name](), next(iter(tested))).classes)
                      for name, tested in heads.items()}
 
 

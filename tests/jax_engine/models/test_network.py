@@ -132,7 +132,7 @@ def test_a_deep_network_is_no_larger_a_program(make_ref, name):
 def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
     ref = make_ref(name, "causal")
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 37 * 5)
-    monkeypatch.setattr(loss, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(loss, "MIN_CHUNK", 1)
     batch = ref.batch()
     labels = labels_of(batch)
 
