@@ -67,7 +67,7 @@ def _find_problem(name: str, device: torch.device) -> str:
         return f"{type(error).__name__}: {error}"
     if weight_error > 0.2:
         return f"quantised weights are {weight_error:.0%} off"
-    return "" if product_error < max_error else f"a product is {product_error:.2g} of its scale off"
+    return "" if product_error < max_error else f"a matrix product is off by {product_error:.2g} of its scale"
 
 
 def connect_processes() -> str:

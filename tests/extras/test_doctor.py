@@ -63,7 +63,7 @@ def test_kernels_that_multiply_wrongly_are_found(monkeypatch):
     assert probe.kernels(cpu) == {"nf4": "", "fp4": "", "int8": ""}
     exact = bnb.matmul_4bit
     monkeypatch.setattr(bnb, "matmul_4bit", lambda *args, **options: exact(*args, **options) * 1.01)
-    assert "a product is 0.01 of its scale off" in probe.kernels(cpu)["nf4"]
+    assert "a matrix product is off by 0.01 of its scale" in probe.kernels(cpu)["nf4"]
 
     def broken(*_, **__):
         raise RuntimeError("no kernel image")

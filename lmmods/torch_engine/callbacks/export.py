@@ -59,7 +59,7 @@ class Publish(Publisher, L.Callback):
     def upload(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Upload the current model, unless the previous upload is still running. A collective call."""
         if trainer.strategy.broadcast(self.is_busy):
-            return say(f"The upload to {self.repo} is still under way: step {trainer.global_step} is left out.")
+            return say(f"The upload to {self.repo} is still running; step {trainer.global_step} is not uploaded.")
         with trainer.stopwatch.paused():
             folder = write_model(trainer, module, trainer.run_folder.create_upload_folder)
             if trainer.is_global_zero:
