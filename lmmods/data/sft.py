@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
@@ -239,8 +239,9 @@ class ConversationData(ConversationFields, DataModule):
         self.roles = self.roles or {}
         self.turn_fields = self.turn_fields or {}
         # Part of the tokenizer's options: added tokens that occur in the template become special.
-        template = TEMPLATES.get(self.template or "alpaca", "")
-        self._tokenizer = replace(self._tokenizer, template=str(template))
+        template = TEMPLATES.get(self.template or "alpaca")
+        texts = [] if template is None else [text for text in astuple(template) if isinstance(text, str)]
+        self._tokenizer = replace(self._tokenizer, template="\n".join(texts))
         if is_template_file(self.template):
             self._tokenizer = replace(self._tokenizer, chat_template=read_template_file(self.template))
 

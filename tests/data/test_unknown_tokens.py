@@ -179,6 +179,13 @@ def test_marks_of_a_template_are_whole_in_the_template_alone(byte_level, tmp_pat
     assert data.tokenizer.decode(ids, skip_special_tokens=True).count("<gene>") == 2
 
 
+def test_a_word_that_a_template_does_not_contain_is_one_token_in_text(byte_level, tmp_path):
+    row = json.dumps({"instruction": "Take the tool.", "output": "tool"})
+    data = rows_of(SFTData, tmp_path / "a.jsonl", row, byte_level, template="alpaca", max_length=400,
+                   add_tokens=["tool"])
+    assert data.rows("train")[0]["input_ids"].tolist().count(data.tokenizer.convert_tokens_to_ids("tool")) == 2
+
+
 def test_old_runs_go_on_with_the_tokens_that_they_had(byte_level, tmp_path):
     """A checkpoint of before says nothing of it: added tokens were whole in templates only."""
     made = []
