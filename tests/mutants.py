@@ -46,8 +46,8 @@ MUTANTS = [
            "backward(loss.total * scale.to(loss.total))",
            "backward(loss.total / loss.weight.clamp(min=1) / len(batches))", "engines/test_exactness.py"),
     Mutant("split: dropout depends on the row's place in the batch", "lmmods/data/batch/collate.py",
-           'numbers = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)',
-           "numbers = np.arange(len(rows))[:, None]", "engines/test_exactness.py"),
+           'row_indices = np.array([[0 if row is None else row["row"]] for row in rows], np.int64)',
+           "row_indices = np.arange(len(rows))[:, None]", "engines/test_exactness.py"),
     Mutant("split: JAX divides by the number of sums", "jax_engine/distributed/steps.py",
            'g / jnp.where(sums["weight"] > 0, sums["weight"], 1)', "g / len(sums)", "jax_engine/test_steps.py"),
     Mutant("split: JAX counts the rows that fill up a chunk", "jax_engine/distributed/steps.py",
@@ -63,7 +63,7 @@ MUTANTS = [
     # A step is that of a bare loop with PEFT and bitsandbytes.
     Mutant("bare loop: an adapter's scaling is lost in the backward pass", "lmmods/torch_engine/nn/lora.py",
            "grad_inner = (grad @ b).mul_(ctx.scaling)", "grad_inner = grad @ b", "torch_engine/test_fused_lora.py"),
-    Mutant("bare loop: the base's output is left out", "lmmods/torch_engine/nn/lora.py",
+    Mutant("bare loop: an adapter's scaling is lost in the forward pass", "lmmods/torch_engine/nn/lora.py",
            ".addmm_(inner, low_b.t(), alpha=scaling)", ".addmm_(inner, low_b.t(), alpha=1)",
            "torch_engine/test_fused_lora.py engines/test_exactness.py"),
     # An interrupted or killed run ends with the same bits.
@@ -78,9 +78,10 @@ MUTANTS = [
     Mutant("kill: a file is renamed before it is on disk", "lmmods/runs/run_files.py",
            "            os.fsync(file.fileno())\n", "", "runs/test_durable_writes.py"),
     Mutant("kill: a checkpoint is renamed before it is on disk", "lmmods/runs/run_files.py",
-           "    sync(temporary)\n    # A folder cannot", "    # A folder cannot", "runs/test_durable_writes.py"),
+           "    sync(temporary)\n    # A rename cannot", "    # A rename cannot", "runs/test_durable_writes.py"),
     Mutant("kill: a checkpoint is written under its final name", "lmmods/runs/checkpoint.py",
-           "    temporary = _temporary(folder)\n    tree, arrays", "    temporary = folder\n    tree, arrays",
+           "    temporary = _temporary(folder)\n    tree, arrays = split(content, library.is_array, library.memory_of)",
+           "    temporary = folder\n    tree, arrays = split(content, library.is_array, library.memory_of)",
            "faults/test_checkpoints.py runs/test_checkpoint.py"),
     # A run resumes with another batch size, another number of processes, and from earlier versions.
     Mutant("batch size: a position inside a batch is rounded up", "lmmods/data/order/sampler.py",
@@ -104,11 +105,11 @@ MUTANTS = [
            'entry = {"rows": 0, "first": []}', "data/test_malformed.py"),
     # A misspelt key is refused with the nearest valid name; all mistakes are reported at once.
     Mutant("mistakes: no nearest name", "lmmods/recipe/keys.py",
-           "    if near := begun[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):\n",
-           "    if near := begun[:0]:\n", "faults/test_mistakes.py"),
+           "if near := completions[:1] or difflib.get_close_matches(leaf, siblings, 1, 0.7):",
+           "if near := completions[:0]:", "faults/test_mistakes.py"),
     Mutant("mistakes: only the first one", "lmmods/recipe/reader.py",
-           "        if all(f\"{place}{message}\" != str(each) for each in self.mistakes):",
-           "        if not self.mistakes:", "faults/test_mistakes.py"),
+           "if all(f\"{location}{message}\" != str(mistake) for mistake in self.mistakes):",
+           "if not self.mistakes:", "faults/test_mistakes.py"),
     # Both engines compute the same losses; every family on JAX is the model of transformers.
     Mutant("engines agree: JAX's targets are one position off", "jax_engine/distributed/loss.py",
            "return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)", "return labels",
@@ -125,7 +126,7 @@ MUTANTS = [
            'return change, {"exp_avg": square, "exp_avg_sq": mean}', "jax_engine/test_optim.py"),
     # The answers in chat are those of predict, and they end.
     Mutant("chat: the tokens that end an answer are forgotten", "lmmods/extras/chat.py",
-           "ends = sorted({*data.codec.stop_token_ids, *ends})", "ends = []", "extras/test_chat.py"),
+           "stop_ids = sorted({*data.codec.stop_token_ids, *stop_ids})", "stop_ids = []", "extras/test_chat.py"),
     Mutant("predict: a model's export does not say which tokens end an answer", "lmmods/core/generation_config.py",
            '"eos_token_id": list(dict.fromkeys([*stop_token_ids, *ends]))', '"eos_token_id": ends',
            "core/test_generation_config.py"),

@@ -102,7 +102,7 @@ def find_escape(root: Path, target: str | os.PathLike) -> Path | None:
 # Complete: atomic writes, and deletions.
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically; it is on disk when this returns."""
+    """Replace a file's content atomically: after a crash it has all of the old content or all of the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A random name, so that nobody can have placed a link there.
     temporary = path.with_name(f".{path.name[:50]}-{secrets.token_hex(8)}")
