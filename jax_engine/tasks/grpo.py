@@ -77,7 +77,7 @@ class GRPO(GRPOFields, ReferencedTask):
         def report(metrics: dict[str, float], rollout: Rollout) -> None:
             run.metrics.fetch()  # the previous steps' metrics
             run.metrics.log(metrics, run.progress.step)
-            table.log(run.loggers, rollout.lines(), run.progress.step, run.metrics.every)
+            table.log(run.loggers, rollout.to_records(), run.progress.step, run.metrics.every)
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 

@@ -250,7 +250,7 @@ class Trainer(L.Trainer):
         self._metrics.steps.fetch()  # metrics of earlier steps come first
         self._metrics.steps.log(metrics, self.global_step)
         if self.is_global_zero:
-            self._rollout_table.log(self.loggers, rollout.lines(), self.global_step,
+            self._rollout_table.log(self.loggers, rollout.to_records(), self.global_step,
                                     self.log_every_n_steps)
 
     # Processes -------------------------------------------------------------------------------------------------------
