@@ -1,4 +1,4 @@
-"""Damaged data files through whole data modules: one message, or a set in which every row is kept or counted."""
+"""Damaged data files through whole data modules: one message, or a dataset in which every row is kept or counted."""
 
 import pytest
 
@@ -10,11 +10,11 @@ from lmmods.data.qa import QAData
 from lmmods.data.sft import SFTData
 from tests.data.conftest import spm_folder  # noqa: F401 - a fixture
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
-from tests.faults.damaged_files import case
+from tests.faults.damaged_files import make_case
 
 TASKS = {"sft": SFTData, "clm": CLMData, "mlm": MLMData, "qa": QAData}
 QA_FIELDS = {"stride": 8, "question_max_length": 16}
-FILES, PER_TEST = 240, 20
+FILES, FILES_PER_TEST = 240, 20
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def tokenizers(spm_folder, bert_folder):  # noqa: F811
 
 
 def read(data: DataModule) -> dict:
-    """Report of the one source of a data module, after each batch has been made."""
+    """Iterate over all batches and return the report of the only source."""
     data.prepare_data()
     data.setup("fit")
     loader = data.train_batches()
@@ -32,26 +32,26 @@ def read(data: DataModule) -> dict:
     return next(iter(data.report["sources"].values()))
 
 
-def check(number: int, folder, tokenizers) -> str:
-    """Read the damaged file of this number; "told" or "read"."""
-    drawn = case(number)
-    path = folder / f"{number}.{drawn.name}"
-    path.write_bytes(drawn.contents)
-    fields = QA_FIELDS if drawn.task == "qa" else {}
-    data = TASKS[drawn.task](str(path), tokenizer=tokenizers[drawn.task], max_length=64, batch_size=2,
-                             cache_dir=str(folder / "cache"), **fields)
+def check(seed: int, folder, tokenizers) -> str:
+    """Read the damaged file of this seed; return "rejected" or "read"."""
+    case = make_case(seed)
+    path = folder / f"{seed}.{case.name}"
+    path.write_bytes(case.contents)
+    fields = QA_FIELDS if case.task == "qa" else {}
+    data = TASKS[case.task](str(path), tokenizer=tokenizers[case.task], max_length=64, batch_size=2,
+                            cache_dir=str(folder / "cache"), **fields)
     try:
         source = read(data)
     except UserError as error:
-        assert str(path) in str(error), f"{number}, {drawn.what}: {error}"
-        return "told"
-    kept = source["questions"] if drawn.task == "qa" else source["rows_kept"]
-    assert kept + source["rows_dropped"] == source["rows_read"] > 0, f"{number}, {drawn.what}"
-    assert drawn.num_rows in (None, source["rows_read"]), f"{number}, {drawn.what}"
+        assert str(path) in str(error), f"{seed}, {case.description}: {error}"
+        return "rejected"
+    num_kept = source["questions"] if case.task == "qa" else source["rows_kept"]
+    assert num_kept + source["rows_dropped"] == source["rows_read"] > 0, f"{seed}, {case.description}"
+    assert case.num_rows in (None, source["rows_read"]), f"{seed}, {case.description}"
     return "read"
 
 
-@pytest.mark.parametrize("start", range(0, FILES, PER_TEST))
+@pytest.mark.parametrize("start", range(0, FILES, FILES_PER_TEST))
 def test_damage_is_reported_or_every_row_is_counted(start, tmp_path, tokenizers):
-    outcomes = {check(number, tmp_path, tokenizers) for number in range(start, start + PER_TEST)}
-    assert outcomes == {"told", "read"}
+    outcomes = {check(seed, tmp_path, tokenizers) for seed in range(start, start + FILES_PER_TEST)}
+    assert outcomes == {"rejected", "read"}
