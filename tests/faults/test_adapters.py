@@ -112,7 +112,8 @@ UNUSABLE = {
     "half a file": (lambda folder: os.truncate(folder / WEIGHTS, 300), "does not fit the base model: SafetensorError"),
     "missing tensor": (change_weights(lambda tensors: tensors.pop(LAYER.format("A"))), "Missing: .*q_proj.lora_A"),
     "extra tensor": (change_weights(lambda tensors: tensors.update({
-        LAYER.format("A").replace("layers.0", "layers.1"): tensors[LAYER.format("B")] + 1})), "Not expected: .*layers.1"),
+        LAYER.format("A").replace("layers.0", "layers.1"): tensors[LAYER.format("B")] + 1})),
+                     "Not expected: .*layers.1"),
     "shape": (change_weights(lambda tensors: tensors.update({LAYER.format("B"): tensors[LAYER.format("B")][:9]})),
               "does not fit"),
     "NaN weights": (change_weights(lambda tensors: tensors[LAYER.format("B")].fill_(float("nan"))),

@@ -1,4 +1,4 @@
-"""Checkpoints under stress: state that tensors share, a disk that fills up, a death between any two steps."""
+"""Checkpoints under stress: tensors with shared memory, a full disk, a kill between any two file operations."""
 
 import concurrent.futures
 import errno
@@ -33,21 +33,21 @@ OPTIMIZERS = get_args(OptimizerName)
 # Optimisers -------------------------------------------------------------------------------------------------------
 
 
-def settings_of(name: str) -> Optimizer:
+def make_settings(name: str) -> Optimizer:
     return Optimizer(name=name, lr=1e-2, weight_decay=0.1, momentum=0.9)
 
 
-class Bare:
-    """Two matrices of 4096 elements and more, which bitsandbytes keeps in 8 bits, and a vector, which it does not."""
+class BareOptimizer:
+    """An optimiser of two matrices, whose state bitsandbytes keeps in 8 bits, and a vector, whose state it does not."""
 
     def __init__(self, name: str, dtype: torch.dtype):
         random = torch.Generator().manual_seed(0)
         self.named = [(key, torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)))
                       for key, shape in (("a", (64, 64)), ("b", (96, 64)), ("c", (64,)))]
-        self.optimizer = build_optimizer(self.named, settings_of(name))
+        self.optimizer = build_optimizer(self.named, make_settings(name))
 
-    def step(self, number: int) -> None:
-        random = torch.Generator().manual_seed(number)
+    def step(self, index: int) -> None:
+        random = torch.Generator().manual_seed(index)
         for _, param in self.named:
             param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
         self.optimizer.step()
@@ -62,44 +62,44 @@ class Bare:
         self.optimizer.load_state_dict(content["optimizer_states"][0])
 
 
-def same(left, right) -> bool:
-    """Whether two trees hold the same bits, of the same types."""
-    if torch.is_tensor(left):
-        return torch.is_tensor(right) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return type(left) is type(right) and left == right
+def is_same(first, second) -> bool:
+    """Return whether two trees have the same types and bits."""
+    if torch.is_tensor(first):
+        return torch.is_tensor(second) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return type(first) is type(second) and len(first) == len(second) and all(map(is_same, first, second))
+    return type(first) is type(second) and first == second
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_every_optimiser_goes_on_from_a_checkpoint(tmp_path, name, dtype):
-    straight, broken, resumed = (Bare(name, dtype) for _ in range(3))
-    for number in range(3):
-        straight.step(number)
-        broken.step(number)
-    write_checkpoint(tmp_path / "step=3", broken.content(), TORCH)
+def test_every_optimiser_resumes_from_a_checkpoint(tmp_path, name, dtype):
+    uninterrupted, interrupted, resumed = (BareOptimizer(name, dtype) for _ in range(3))
+    for step in range(3):
+        uninterrupted.step(step)
+        interrupted.step(step)
+    write_checkpoint(tmp_path / "step=3", interrupted.content(), TORCH)
     resumed.restore(read_checkpoint(tmp_path / "step=3", TORCH))
-    assert same(resumed.content(), straight.content())
-    for number in range(3, 6):
-        straight.step(number)
-        resumed.step(number)
-    assert same(resumed.content(), straight.content())
+    assert is_same(resumed.content(), uninterrupted.content())
+    for step in range(3, 6):
+        uninterrupted.step(step)
+        resumed.step(step)
+    assert is_same(resumed.content(), uninterrupted.content())
     stored = load_file(tmp_path / "step=3" / "optimizer.safetensors") if name != "sgd" else {}
-    kept_in_8_bits = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.uint8)
-    assert kept_in_8_bits == ("8bit" in name) * (64 * 64 + 96 * 64) * (2 if "adamw" in name else 1)
+    num_8bit = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.uint8)
+    assert num_8bit == ("8bit" in name) * (64 * 64 + 96 * 64) * (2 if "adamw" in name else 1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_jax_reads_the_state_of_every_optimiser(tmp_path, name):
-    bare = Bare(name, torch.float32)
+    bare = BareOptimizer(name, torch.float32)
     bare.step(0)
     write_checkpoint(tmp_path / "c", bare.content(), TORCH)
-    ours, theirs = read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")
+    from_torch, from_numpy = read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c")
 
     def as_torch(node):
         if isinstance(node, dict):
@@ -108,47 +108,47 @@ def test_jax_reads_the_state_of_every_optimiser(tmp_path, name):
             return type(node)(map(as_torch, node))
         return torch.from_numpy(node) if isinstance(node, np.ndarray) else node
 
-    assert same(as_torch(theirs["optimizer_states"]), ours["optimizer_states"])
+    assert is_same(as_torch(from_numpy["optimizer_states"]), from_torch["optimizer_states"])
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_lion_8bit", "sgd_8bit"])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_a_run_in_8_bits_goes_on(recipe, tmp_path, stop_at, name):
+def test_a_run_with_an_8_bit_optimiser_resumes_with_the_same_bits(recipe, tmp_path, stop_at, name):
     changes = {"model__init_args__quantize": None, "model__init_args__lora": None, "trainer__max_steps": 4,
                "model__init_args__optimizer": {"name": name, "lr": 0.01, "momentum": 0.9},
                "data__init_args__val_size": 0, "trainer__limit_val_batches": 0}
-    straight, broken = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
-    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(straight.root))]) == 0
-    arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
+    uninterrupted, interrupted = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "broken")
+    assert main(["fit", *recipe(**changes, trainer__default_root_dir=str(uninterrupted.root))]) == 0
+    arguments = recipe(**changes, trainer__default_root_dir=str(interrupted.root))
     stop_at(2)
     assert main(["fit", *arguments]) == 130
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-    assert_same_checkpoint(straight, broken)
-    stored = load_file(broken.resolve("last") / "optimizer.safetensors")
+    assert_same_checkpoint(uninterrupted, interrupted)
+    stored = load_file(interrupted.resolve("last") / "optimizer.safetensors")
     assert any(tensor.dtype == torch.uint8 for tensor in stored.values())
 
 
-def test_memory_that_entries_share_is_written_once_and_shared_again(tmp_path):
+def test_shared_memory_is_written_once_and_shared_after_reading(tmp_path):
     memory = torch.arange(8.0)
     content = {"optimizer_states": [{"book": memory, "again": memory, "other name": memory.view(8)}],
                "part": memory[2:6], "overlaps": memory[4:], "every second": memory[::2],
                "nothing": torch.empty(0), "nothing either": torch.empty(0, 3)}
     write_checkpoint(tmp_path / "c", content, TORCH)
-    found = read_checkpoint(tmp_path / "c", TORCH)
-    assert same(found, content)
-    (entry,) = found["optimizer_states"]
+    restored = read_checkpoint(tmp_path / "c", TORCH)
+    assert is_same(restored, content)
+    (entry,) = restored["optimizer_states"]
     assert entry["book"].data_ptr() == entry["again"].data_ptr() == entry["other name"].data_ptr()
     assert list(load_file(tmp_path / "c" / "optimizer.safetensors")) == ["0/book"]
 
 
-# Which stay -------------------------------------------------------------------------------------------------------
+# Retention -------------------------------------------------------------------------------------------------------
 
 WRITERS = {"torch": lambda path, content: FolderCheckpointIO().save_checkpoint(content, path), "jax": write_checkpoint}
 LOSSES = [3.0, math.nan, 2.0, 1.0, 4.0]
 
 
-class Died(BaseException):
-    """The process is gone; nothing catches it."""
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
 
 
 def save_all(folder: RunFolder, policy: CheckpointPolicy, writer) -> None:
@@ -161,38 +161,38 @@ def save_all(folder: RunFolder, policy: CheckpointPolicy, writer) -> None:
 
 @pytest.fixture
 def dies_at(monkeypatch):
-    """Let the process die before the n-th change of a name in a file system; returns the count of those done."""
+    """Return a function that lets the process die before its n-th rename, link or deletion, and returns the counter."""
     count = {"left": -1, "done": 0}
 
-    def counted(function):
+    def count_calls(function):
         def call(*args, **kwargs):
             if count["left"] == count["done"]:
-                raise Died
+                raise Killed
             count["done"] += 1
             return function(*args, **kwargs)
         return call
 
     for module, name in ((os, "replace"), (os, "symlink"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+        monkeypatch.setattr(module, name, count_calls(getattr(module, name)))
 
-    def start(left: int) -> dict:
-        count.update(left=left, done=0)
+    def die_at(limit: int) -> dict:
+        count.update(left=limit, done=0)
         return count
 
-    return start
+    return die_at
 
 
 @pytest.mark.parametrize("engine", WRITERS)
-def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, engine):
+def test_a_kill_between_any_two_file_operations_leaves_last_and_best(tmp_path, dies_at, engine):
     writer, rules = WRITERS[engine], {"keep_last": 1, "keep_best": 1}
-    count = dies_at(-1)
+    counter = dies_at(-1)
     save_all(RunFolder(tmp_path / "whole"), CheckpointPolicy(**rules), writer)
-    total = count["done"]
+    total = counter["done"]
     assert total > 30
-    for moment in range(total):
-        folder = RunFolder(tmp_path / str(moment))
-        dies_at(moment)
-        with pytest.raises(Died):
+    for limit in range(total):
+        folder = RunFolder(tmp_path / str(limit))
+        dies_at(limit)
+        with pytest.raises(Killed):
             save_all(folder, CheckpointPolicy(**rules), writer)
         dies_at(-1)
         for name in folder.names():
@@ -204,42 +204,42 @@ def test_a_death_between_any_two_steps_leaves_last_and_best(tmp_path, dies_at, e
         if folder.checkpoints.joinpath("best").is_symlink():
             read_checkpoint(folder.resolve("best"))
         folder.begin(last)
-        again = CheckpointPolicy(**rules)
-        again.load_state_dict(read_checkpoint(last)["callbacks"]["Checkpoint"])
-        again.resume(folder, last)
-        seen = [loss for loss in LOSSES[: read_checkpoint(last)["global_step"] + 1] if math.isfinite(loss)]
-        assert [value for value, _ in again.best] == [min(seen)]
-        assert folder.resolve("best").name == again.best[0][1]
+        policy = CheckpointPolicy(**rules)
+        policy.load_state_dict(read_checkpoint(last)["callbacks"]["Checkpoint"])
+        policy.resume(folder, last)
+        losses = [loss for loss in LOSSES[: read_checkpoint(last)["global_step"] + 1] if math.isfinite(loss)]
+        assert [value for value, _ in policy.best] == [min(losses)]
+        assert folder.resolve("best").name == policy.best[0][1]
         assert set(folder.names()) == {last.name, folder.resolve("best").name}
         assert sorted(path.name for path in folder.checkpoints.iterdir()) == sorted({*folder.names(), "last", "best"})
 
 
-def test_what_stays_is_decided_when_a_checkpoint_is_written(tmp_path):
-    """The thread drops old ones after the next checkpoint has been ranked: the best that is there still stands."""
+def test_retention_is_decided_when_a_checkpoint_is_written(tmp_path):
+    """The background thread deletes old checkpoints after the next one was ranked; the best written one must stay."""
     folder, policy = RunFolder(tmp_path), CheckpointPolicy(keep_last=1)
     for step, loss in enumerate([1.0, 5.0]):
         policy.rank({"val/loss": loss}, f"step={step}")
         write_checkpoint(folder.checkpoint(f"step={step}"), policy.state_dict())
-        kept = policy.decide(f"step={step}")
+        decision = policy.decide(f"step={step}")
     policy.rank({"val/loss": 0.5}, "step=2")  # not yet written
-    kept.apply(folder)
+    decision.apply(folder)
     assert folder.names() == ["step=0", "step=1"] and folder.resolve("best").name == "step=0"
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_value_that_is_not_finite_is_never_the_best(mode):
+def test_a_non_finite_value_is_never_the_best(mode):
     policy = CheckpointPolicy(keep_best=2, mode=mode)
     for step, value in enumerate([math.nan, math.inf, 2.0, -math.inf, 1.0, 3.0, math.nan]):
         policy.rank({"val/loss": value}, f"step={step}")
     assert [value for value, _ in policy.best] == ([1.0, 2.0] if mode == "min" else [3.0, 2.0])
-    older = json.loads('{"best": [[NaN, "step=0"], [Infinity, "step=1"], [2.0, "step=2"]]}')
-    policy.load_state_dict(older)
+    old_state = json.loads('{"best": [[NaN, "step=0"], [Infinity, "step=1"], [2.0, "step=2"]]}')
+    policy.load_state_dict(old_state)
     assert policy.best == [(2.0, "step=2")]
     policy.rank({"val/loss": 1.5}, "step=3")
     assert policy.best[0][1] == ("step=3" if mode == "min" else "step=2")
 
 
-def test_values_of_another_metric_are_forgotten():
+def test_values_of_another_metric_are_dropped():
     before, after = CheckpointPolicy(monitor="val/loss"), CheckpointPolicy(monitor="val/f1", mode="max")
     before.rank({"val/loss": 0.5}, "step=1")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -249,19 +249,20 @@ def test_values_of_another_metric_are_forgotten():
 # A full disk ------------------------------------------------------------------------------------------------------
 
 
-def assert_refused_and_whole(folder: RunFolder, wrong: str, said: str) -> None:
-    assert "error: " in said and f"{wrong} could not be saved" in said and "--ckpt_path last" in said
-    assert "Traceback" not in said
+def assert_reported_and_complete(folder: RunFolder, failed: str, error: str) -> None:
+    assert "error: " in error and f"{failed} could not be saved" in error and "--ckpt_path last" in error
+    assert "Traceback" not in error
     assert {path.name for path in folder.checkpoints.iterdir()} <= {*folder.names(), "last", "best"}
     for name in folder.names():
         read_checkpoint(folder.checkpoint(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, number", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
-                                            ("jax", errno.ENOSPC)], ids=["torch", "quota", "disk", "jax"])
-def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatch, capfd, engine, number):
-    """Once in the second checkpoint; then there is room again, and the run goes on."""
+@pytest.mark.parametrize("engine, code", [("torch", errno.ENOSPC), ("torch", errno.EDQUOT), ("torch", errno.EIO),
+                                          ("jax", errno.ENOSPC)],
+                         ids=["torch-full", "torch-quota", "torch-io", "jax-full"])
+def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatch, capfd, engine, code):
+    """The second checkpoint fails once; with free space again, the run resumes."""
     from lmmods.runs import checkpoint
 
     folder = RunFolder(tmp_path / "run")
@@ -269,16 +270,16 @@ def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatc
                        model__init_args__lora={"rank": 2, "alpha": 4})
     write_manifest = checkpoint.write_manifest
 
-    def fails(path: Path) -> None:
+    def fail(path: Path) -> None:
         if "step=4" in path.name:
-            raise OSError(number, os.strerror(number))
+            raise OSError(code, os.strerror(code))
         write_manifest(path)
 
-    monkeypatch.setattr(checkpoint, "write_manifest", fails)
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
     assert main(["fit", *arguments]) == 2
-    said = capfd.readouterr().err
-    assert_refused_and_whole(folder, "step=4", said)
-    assert os.strerror(number) in said and folder.resolve("last").name == "step=2"
+    error = capfd.readouterr().err
+    assert_reported_and_complete(folder, "step=4", error)
+    assert os.strerror(code) in error and folder.resolve("last").name == "step=2"
     monkeypatch.undo()
     monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
@@ -287,7 +288,7 @@ def test_a_disk_that_fails_while_saving_is_reported(recipe, tmp_path, monkeypatc
 
 @pytest.fixture
 def small_files():
-    """No file may grow beyond so many bytes, as on a disk that is full, for all who write."""
+    """Return a function that limits the size of all files of this process in bytes, as a full disk does."""
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -296,38 +297,38 @@ def small_files():
 
 
 @pytest.mark.parametrize("engine", WRITERS)
-def test_the_disk_itself_says_no(tmp_path, small_files, engine):
+def test_a_file_size_limit_is_reported_and_leaves_no_partial_checkpoint(tmp_path, small_files, engine):
     folder, writer = RunFolder(tmp_path), WRITERS[engine]
-    whole = torch.zeros(100_000) if engine == "torch" else np.zeros(100_000, np.float32)
-    writer(folder.checkpoint("step=1"), {"state_dict": {"x": whole}})
+    tensor = torch.zeros(100_000) if engine == "torch" else np.zeros(100_000, np.float32)
+    writer(folder.checkpoint("step=1"), {"state_dict": {"x": tensor}})
     small_files(200_000)
     with pytest.raises(UserError, match="step=2 could not be saved: File too large. It takes 0.4 MiB, and .* MiB are "
                                         "free there. .* resume from the checkpoint before it, step=1"):
-        writer(folder.checkpoint("step=2"), {"state_dict": {"x": whole}})
+        writer(folder.checkpoint("step=2"), {"state_dict": {"x": tensor}})
     small_files(resource.RLIM_INFINITY)
     assert os.listdir(folder.checkpoints) == ["step=1"]
     read_checkpoint(folder.checkpoint("step=1"))
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk takes root")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk requires root")
 @pytest.mark.parametrize("engine", WRITERS)
-def test_a_disk_without_room(tmp_path, engine):
+def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(tmp_path, engine):
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this machine mounts nothing")
+        pytest.skip("mount is not permitted")
     try:
         folder, writer = RunFolder(tmp_path / "run"), WRITERS[engine]
-        half = torch.zeros(150_000) if engine == "torch" else np.zeros(150_000, np.float32)
-        writer(folder.checkpoint("step=1"), {"state_dict": {"x": half}})
+        tensor = torch.zeros(150_000) if engine == "torch" else np.zeros(150_000, np.float32)
+        writer(folder.checkpoint("step=1"), {"state_dict": {"x": tensor}})
         with pytest.raises(UserError, match="step=2 could not be saved: No space left on device"):
-            writer(folder.checkpoint("step=2"), {"state_dict": {"x": half}})
+            writer(folder.checkpoint("step=2"), {"state_dict": {"x": tensor}})
         assert os.listdir(folder.checkpoints) == ["step=1"]
         read_checkpoint(folder.checkpoint("step=1"))
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_files):
+def test_the_background_writer_reports_a_full_disk_at_the_next_step(tmp_path, small_files):
     writer = BackgroundWriter()
     small_files(1000)
     writer.save(tmp_path / "checkpoints" / "step=1", {"x": np.zeros(1000)})
@@ -335,17 +336,17 @@ def test_the_thread_says_at_the_next_step_that_the_disk_is_full(tmp_path, small_
     small_files(resource.RLIM_INFINITY)
     with pytest.raises(UserError, match="There is no earlier checkpoint"):
         writer.check()
-    writer.check()  # told once
+    writer.check()  # reported once
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_disk_that_fails_elsewhere_is_reported(recipe, monkeypatch, capfd, engine):
+def test_a_full_disk_while_writing_metrics_is_reported(recipe, monkeypatch, capfd, engine):
     from lmmods.runs.csv_logger import MetricsCSV
 
-    def full(*_):
+    def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(MetricsCSV, "_rewrite", full)
+    monkeypatch.setattr(MetricsCSV, "_rewrite", fail)
     arguments = recipe(engine=engine, model__init_args__quantize=None, model__init_args__lora={"rank": 2, "alpha": 4})
     assert main(["fit", *arguments]) == 2
     assert "The disk cannot be written: No space left on device" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The data cache: damage is found, told and mended; what a kill or a full disk leaves is never taken for a store."""
+"""The data cache: damage is reported and repaired; leftovers of a kill or a full disk are never used."""
 
 import contextlib
 import errno
@@ -31,15 +31,15 @@ DAMAGES = {
 }
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, index: int) -> None:
     contents = bytearray(path.read_bytes())
-    contents[place] ^= 1
+    contents[index] ^= 1
     path.write_bytes(contents)
 
 
 @pytest.fixture
 def build(tmp_path, write_jsonl, alpaca_rows, spm_folder):  # noqa: F811
-    """A function that makes or opens the store of some rows and gives all of them back."""
+    """Return a function that builds or opens the store of some rows and returns all rows."""
     path = write_jsonl(alpaca_rows)
 
     def build(**fields):
@@ -54,53 +54,53 @@ def build(tmp_path, write_jsonl, alpaca_rows, spm_folder):  # noqa: F811
 
 @pytest.fixture
 def store(build, tmp_path):
-    """The folder of the one store that there is."""
+    """Return the folder of the only store."""
     build()
     (folder,) = (tmp_path / "cache").iterdir()
     return folder
 
 
 @pytest.fixture
-def not_built(monkeypatch):
-    """Call it, and from then on nothing may be encoded again."""
+def forbid_encoding(monkeypatch):
+    """Return a function after whose call encoding fails the test."""
     return lambda: monkeypatch.setattr(cache, "build_store", lambda *args, **kwargs: pytest.fail("encoded again"))
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_reported_and_repaired(name, kind, build, store, not_built, capsys):
+def test_damage_is_reported_and_repaired(name, kind, build, store, forbid_encoding, capsys):
     before = build()
     assert "damaged" not in capsys.readouterr().err
     DAMAGES[kind](store / name)
     assert build() == before
-    told = capsys.readouterr().err
-    assert f"{store} are damaged ({name} " in told and told.count("\n") == 1 and "rows.jsonl" in told
-    not_built()
+    output = capsys.readouterr().err
+    assert f"{store} are damaged ({name} " in output and output.count("\n") == 1 and "rows.jsonl" in output
+    forbid_encoding()
     assert build() == before and not capsys.readouterr().err
     assert list(store.parent.iterdir()) == [store]
 
 
-@pytest.mark.parametrize("stands_there", ["file", "empty folder", "link to nothing"])
-def test_something_else_in_the_place_of_a_store(stands_there, build, store):
+@pytest.mark.parametrize("replacement", ["file", "empty folder", "link to nothing"])
+def test_a_path_that_is_not_a_store_is_replaced(replacement, build, store):
     before = build()
     shutil.rmtree(store)
-    if stands_there == "file":
+    if replacement == "file":
         store.write_text("")
-    elif stands_there == "empty folder":
+    elif replacement == "empty folder":
         store.mkdir()
     else:
         store.symlink_to("nowhere")
     assert build() == before and damage(store) is None
 
 
-def test_sizes_are_compared_where_another_process_reads_the_bytes(store):
+def test_without_contents_damage_compares_only_sizes(store):
     flip(store / "rows.arrow", 500)
     assert damage(store, contents=False) is None and "rows.arrow" in damage(store)
     DAMAGES["cut"](store / "rows.arrow")
     assert "rows.arrow" in damage(store, contents=False)
 
 
-def test_a_store_that_no_checksum_covers_but_arrow_refuses(build, store, capsys):
+def test_a_store_that_arrow_cannot_read_is_rebuilt(build, store, capsys):
     before = build()
     (store / "encoded.arrow").write_bytes(b"x" * 100)
     manifest = cache.stamps(store / name for name in FILES)
@@ -108,25 +108,25 @@ def test_a_store_that_no_checksum_covers_but_arrow_refuses(build, store, capsys)
     assert build() == before and "are damaged" in capsys.readouterr().err
 
 
-def test_what_another_process_has_mended_meanwhile_stays(build, store, tmp_path, monkeypatch, not_built):
-    before, good, looked = build(), tmp_path / "good", []
+def test_a_store_repaired_by_another_process_is_kept(build, store, tmp_path, monkeypatch, forbid_encoding):
+    before, good, results = build(), tmp_path / "good", []
     shutil.copytree(store, good)
     flip(store / "rows.arrow", 500)
 
-    def found_late(folder, contents=True):
-        wrong = damage(folder, contents)
-        looked.append(wrong)
-        if len(looked) == 1:
+    def check_late(folder, contents=True):
+        result = damage(folder, contents)
+        results.append(result)
+        if len(results) == 1:
             store.rename(tmp_path / "bad")
             good.rename(store)
-        return wrong
+        return result
 
-    monkeypatch.setattr(cache, "damage", found_late)
-    not_built()
-    assert build() == before and looked[0] and not looked[1]
+    monkeypatch.setattr(cache, "damage", check_late)
+    forbid_encoding()
+    assert build() == before and results[0] and not results[1]
 
 
-def test_a_store_that_another_process_takes_away_is_built_again(build, store, monkeypatch):
+def test_a_store_deleted_by_another_process_is_rebuilt(build, store, monkeypatch):
     before, opened = build(), []
 
     def open_late(folder):
@@ -141,7 +141,7 @@ def test_a_store_that_another_process_takes_away_is_built_again(build, store, mo
 
 
 @pytest.mark.slow
-def test_two_processes_mend_at_once(build, store, tmp_path, spm_folder):  # noqa: F811
+def test_two_processes_repair_a_store_at_once(build, store, tmp_path, spm_folder):  # noqa: F811
     flip(store / "encoded.arrow", 500)
     runs = [Fork(show_sum, str(tmp_path / "rows.jsonl"), spm_folder, str(tmp_path / "cache")) for _ in range(2)]
     sums = [run.communicate(timeout=100).splitlines()[-1] for run in runs]
@@ -153,11 +153,11 @@ def test_two_processes_mend_at_once(build, store, tmp_path, spm_folder):  # noqa
 
 
 class Killed(BaseException):
-    """Nothing runs after it but what a test lets run."""
+    """Stands for a kill: nothing catches it."""
 
 
-@pytest.mark.parametrize("step", ["first batch", "tables open", "before info", "before manifest", "before its name"])
-def test_what_a_kill_leaves_is_no_store(step, build, store, monkeypatch, capsys):
+@pytest.mark.parametrize("step", ["first batch", "tables open", "before info", "before manifest", "before commit"])
+def test_leftovers_of_a_kill_are_not_used_as_a_store(step, build, store, monkeypatch, capsys):
     before = build()
     shutil.rmtree(store)
 
@@ -165,7 +165,7 @@ def test_what_a_kill_leaves_is_no_store(step, build, store, monkeypatch, capsys)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.shutil, "rmtree", lambda *args, **kwargs: None)  # nobody cleans up after a kill
+        patch.setattr(cache.shutil, "rmtree", lambda *args, **kwargs: None)  # a kill leaves no time to clean up
         if step == "first batch":
             patch.setattr(cache._Writer, "add", kill)
         elif step == "tables open":
@@ -178,17 +178,17 @@ def test_what_a_kill_leaves_is_no_store(step, build, store, monkeypatch, capsys)
             patch.setattr(cache, "commit", kill)
         with pytest.raises(Killed):
             build()
-    left = list(store.parent.iterdir())
-    assert len(left) == 1 and ".tmp-" in left[0].name
+    leftovers = list(store.parent.iterdir())
+    assert len(leftovers) == 1 and ".tmp-" in leftovers[0].name
     assert build() == before and damage(store) is None and "damaged" not in capsys.readouterr().err
 
 
-# A full disk, and others that cannot be written -------------------------------------------------------------------
+# Disks that cannot be written ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def largest_file(size: int):
-    """No file of this process can grow beyond `size` bytes, as on a full disk."""
+def limit_file_size(size: int):
+    """Limit the size of all files of this process in bytes, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(size, build, store):
     before = build()
     assert (store / "rows.arrow").stat().st_size > 6000
     shutil.rmtree(store)
-    with largest_file(size), pytest.raises(UserError, match=r"cache: the cache cannot be written .*free some space.*"
+    with limit_file_size(size), pytest.raises(UserError, match=r"cache: the cache cannot be written .*free some space.*"
                                                             r"data.cache_dir or LMMODS_CACHE"):
         build()
     assert not list(store.parent.iterdir())
@@ -210,22 +210,22 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(size, build, store):
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
-@pytest.mark.parametrize("place", ["_write", "_close"])
-def test_each_write_error_is_reported(code, place, build, store, monkeypatch):
+@pytest.mark.parametrize("method", ["_write", "_close"])
+def test_each_write_error_is_reported(code, method, build, store, monkeypatch):
     shutil.rmtree(store)
 
     def fail(*args, **kwargs):
         raise OSError(getattr(errno, code), "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache._Writer, place, fail)
+        patch.setattr(cache._Writer, method, fail)
         with pytest.raises(UserError, match="the cache cannot be written") as error:
             build()
     assert ("free some space" in str(error.value)) == (code != "EIO")
     assert not list(store.parent.iterdir()) and build()
 
 
-def test_a_damaged_store_that_cannot_be_replaced(build, store, monkeypatch):
+def test_a_damaged_store_that_cannot_be_replaced_is_an_error(build, store, monkeypatch):
     flip(store / "rows.arrow", 500)
 
     def refuse(*args):
@@ -236,33 +236,33 @@ def test_a_damaged_store_that_cannot_be_replaced(build, store, monkeypatch):
         build()
 
 
-@pytest.mark.parametrize("named", ["a\0b", "x" * 5000, "~nobody-of-this-name/cache"])
-def test_a_cache_folder_that_cannot_be(named, write_jsonl, alpaca_rows, spm_folder):  # noqa: F811
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "~nobody-of-this-name/cache"])
+def test_an_invalid_cache_folder_is_rejected(folder, write_jsonl, alpaca_rows, spm_folder):  # noqa: F811
     with pytest.raises(UserError, match="cache"):
-        SFTData(write_jsonl(alpaca_rows), tokenizer=spm_folder, max_length=64, cache_dir=named).setup("fit")
+        SFTData(write_jsonl(alpaca_rows), tokenizer=spm_folder, max_length=64, cache_dir=folder).setup("fit")
 
 
-def test_a_process_that_dies_while_tokenising(build, store, monkeypatch):
+def test_an_error_about_a_dead_tokenising_process_names_num_proc(build, store, monkeypatch):
     shutil.rmtree(store)
 
-    def died(*args, **kwargs):
+    def die(*args, **kwargs):
         raise cache.BrokenExecutor
 
-    monkeypatch.setattr(cache.Future, "result", died)
+    monkeypatch.setattr(cache.Future, "result", die)
     with pytest.raises(UserError, match="data.num_proc"):
         build()
 
 
-def test_the_command_line_says_both(recipe, tmp_path, capsys):
+def test_the_command_line_reports_a_full_disk_and_a_damaged_store(recipe, tmp_path, capsys):
     arguments = ["inspect", *recipe(data__init_args__cache_dir=str(tmp_path / "c")), "--rows", "1"]
-    with largest_file(1000):
+    with limit_file_size(1000):
         assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert "the cache cannot be written" in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "the cache cannot be written" in output and "Traceback" not in output
     assert main(arguments) == 0
-    first = capsys.readouterr().out
+    expected = capsys.readouterr().out
     (folder,) = (tmp_path / "c").iterdir()
     DAMAGES["cut"](folder / "rows.arrow")
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert out == first and "are damaged (rows.arrow has changed since it was written)" in err
+    assert out == expected and "are damaged (rows.arrow has changed since it was written)" in err

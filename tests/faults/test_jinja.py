@@ -1,5 +1,5 @@
-"""Chat templates of strangers: what does not end is stopped after the same number of steps everywhere, what does is
-rendered as transformers renders it."""
+"""Untrusted chat templates: endless ones stop after the same number of steps everywhere, others render as in
+transformers."""
 
 import functools
 import resource
@@ -20,12 +20,12 @@ from lmmods.data.read.conversation import RowProblem
 CHAT = [{"role": "user", "content": "Hi <b>&amp;"}, {"role": "assistant", "content": " Ho\n\n  there "},
         {"role": "user", "content": "2 > 1?"}, {"role": "assistant", "content": "é"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-ENDS = "{% endfor %}{% endfor %}{% endfor %}"
+END = "{% endfor %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = "
 
 ENDLESS = {
-    "nested loops without output": f"{LOOP}{ENDS}",
-    "nested loops with output": f"{LOOP}x{ENDS}",
+    "nested loops without output": f"{LOOP}{END}",
+    "nested loops with output": f"{LOOP}x{END}",
     "a loop that filters all": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}"
                                "{% endfor %}",
     "a recursive loop": "{% for a in [[]] recursive %}{{ loop([[]]) }}{% endfor %}",
@@ -67,9 +67,9 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture
 def bounded_memory():
-    """An attack that gets through fails instead of taking the machine's memory.
+    """Limit memory, so that a missed attack fails instead of exhausting the machine.
 
-    Not for tests that start processes: the server that forks them, which later tests use, too, would inherit the limit.
+    Not for tests that start processes: the fork server, which later tests share, would inherit the limit.
     """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
@@ -81,14 +81,14 @@ def bounded_memory():
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
 @pytest.mark.usefixtures("bounded_memory")
-def test_what_does_not_end_is_stopped(source):
-    said = "chat template exceeds the limits of a rendering.*(too m|recursion|is not offered).* in line [12]"
-    with pytest.raises(UserError, match=said):
+def test_an_endless_template_is_stopped(source):
+    message = "chat template exceeds the limits of a rendering.*(too m|recursion|is not offered).* in line [12]"
+    with pytest.raises(UserError, match=message):
         ChatTemplate(source, {}).render(CHAT, False)
 
 
-def test_it_stops_at_the_same_place_in_every_thread():
-    seen = []
+def test_an_endless_template_stops_after_the_same_steps_in_every_thread():
+    counts = []
     counting = "{% for a in range(90000) %}{% for b in range(90000) %}{{ note() }}{% endfor %}{% endfor %}"
 
     def run() -> None:
@@ -101,14 +101,14 @@ def test_it_stops_at_the_same_place_in_every_thread():
 
         with pytest.raises(UserError, match="too many steps"):
             ChatTemplate(counting, {"note": note}).render(CHAT, False)
-        seen.append(count)
+        counts.append(count)
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(seen) == 3 and len(set(seen)) == 1 and seen[0] > 1000
+    assert len(counts) == 3 and len(set(counts)) == 1 and counts[0] > 1000
 
 
 @pytest.mark.parametrize("source", [
@@ -119,7 +119,7 @@ def test_it_stops_at_the_same_place_in_every_thread():
     pytest.param("{% set ns = namespace(_a=1) %}", marks=pytest.mark.skipif(
         chat_template_environment().globals["namespace"] is Namespace, reason="transformers before 5.23 allows it")),
 ])
-def test_what_cannot_be_rendered_drops_the_row(source):
+def test_a_row_that_cannot_be_rendered_is_dropped(source):
     with pytest.raises(RowProblem, match="the chat template rejects the conversation"):
         ChatTemplate(source, {}).render(CHAT, False)
 
@@ -131,7 +131,7 @@ def test_an_invalid_template_is_an_error(source):
         ChatTemplate(source, {}).render(CHAT, False)
 
 
-SAME = {
+VALID = {
     "roles": "{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
              "{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "whitespace": "  {%- for m in messages -%}\n  {{ loop.index0 }}/{{ loop.length }}{{ ',' if not loop.last }}\n"
@@ -160,36 +160,36 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("source", SAME.values(), ids=SAME.keys())
+@pytest.mark.parametrize("source", VALID.values(), ids=VALID.keys())
 @pytest.mark.parametrize("open_response", [True, False])
-def test_what_ends_is_rendered_as_transformers_renders_it(source, open_response, tokenizer, monkeypatch):
+def test_a_valid_template_renders_as_in_transformers(source, open_response, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", source)
-    wanted = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response)
-    assert ChatTemplate(source, tokenizer.special_tokens_map).render(CHAT, open_response) == wanted
+    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response)
+    assert ChatTemplate(source, tokenizer.special_tokens_map).render(CHAT, open_response) == expected
     with bounded_rendering():
-        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response) == wanted
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=open_response) == expected
 
 
 @pytest.mark.usefixtures("bounded_memory")
-def test_transformers_renders_under_the_limits(tokenizer, monkeypatch):
-    """What lm-eval and `inspect` ask of it: an answer that goes on, refusals as they are, an end to what has none."""
-    ask = functools.partial(tokenizer.apply_chat_template, CHAT, tokenize=False)
-    monkeypatch.setattr(tokenizer, "chat_template", SAME["roles"])
-    wanted = ask(continue_final_message=True)
-    assert wanted.endswith("é")
+def test_transformers_itself_renders_under_the_limits(tokenizer, monkeypatch):
+    """As lm-eval and `inspect` use it: a continued answer, template errors unchanged, endless templates stopped."""
+    render = functools.partial(tokenizer.apply_chat_template, CHAT, tokenize=False)
+    monkeypatch.setattr(tokenizer, "chat_template", VALID["roles"])
+    expected = render(continue_final_message=True)
+    assert expected.endswith("é")
     with bounded_rendering():
-        assert ask(continue_final_message=True) == wanted
+        assert render(continue_final_message=True) == expected
         monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
         with pytest.raises(TemplateError, match="no"):
-            ask()
+            render()
         for name in ("lipsum", "nested loops with output"):
             monkeypatch.setattr(tokenizer, "chat_template", ENDLESS[name])
             with pytest.raises(UserError, match="exceeds the limits of a rendering"):
-                ask()
+                render()
 
 
-def test_long_conversations_have_room():
-    """Limits grow with the conversation: text that is put together turn by turn passes."""
+def test_long_conversations_are_within_the_limits():
+    """The limits grow with the conversation."""
     chat = [{"role": "user", "content": "word " * 400}, {"role": "assistant", "content": "text " * 400}] * 200
     source = ("{% set ns = namespace(text='') %}{% for m in messages %}{% for n in messages %}{% endfor %}"
               "{% set ns.text = ns.text ~ m.content | trim | replace('word', 'w') %}{% endfor %}{{ ns.text }}")
@@ -197,7 +197,7 @@ def test_long_conversations_have_room():
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_ends_with_one_message(recipe, tokenizer_folder, tmp_path, capsys, workers):
+def test_a_run_with_an_endless_template_ends_with_one_message(recipe, tokenizer_folder, tmp_path, capsys, workers):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = ENDLESS["nested loops without output"]
     tokenizer.save_pretrained(tmp_path / "hostile")

@@ -1,4 +1,4 @@
-"""A kill matrix: SIGKILL at each moment of a run that leaves something on disk; the run goes on and ends the same."""
+"""A kill matrix: SIGKILL around each write of a run to disk; the run resumes and ends with the same bits."""
 
 import os
 import re
@@ -12,35 +12,35 @@ from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_run
 from tests.forks import Fork
 
-# A moment is a call and what its arguments look like: the process is killed right before it, or right after.
+# The process is killed right before or after the call whose arguments match, or before the n-th call.
 MOMENTS = {
     "training": ("before", "train_batch", "5"),
     "inside a step": ("before", "train_batch", "6"),
     "validating": ("before", "evaluate", "1"),
-    "a checkpoint's files are written": ("before", "replace", r"state\.json$"),
-    "a checkpoint is about to stand": ("before", "replace", r"checkpoints/step=4$"),
-    "a checkpoint stands, last does not point to it": ("after", "replace", r"checkpoints/step=4$"),
-    "last points to it, best does not": ("after", "replace", r"checkpoints/last$"),
-    "an old checkpoint is about to go": ("before", "rmtree", r"checkpoints/\.dropped-step=2$"),
-    "the last checkpoint stands, nothing is exported": ("after", "replace", r"checkpoints/step=6$"),
-    "the model is about to stand": ("before", "replace", r"run/model$"),
-    "the model stands, the run is not marked": ("after", "replace", r"run/model$"),
-    "the run is about to be marked": ("before", "replace", r"run/completed$"),
+    "before state.json is renamed": ("before", "replace", r"state\.json$"),
+    "before a checkpoint is renamed": ("before", "replace", r"checkpoints/step=4$"),
+    "after a checkpoint is renamed, before last points to it": ("after", "replace", r"checkpoints/step=4$"),
+    "after last points to it, before best does": ("after", "replace", r"checkpoints/last$"),
+    "before an old checkpoint is deleted": ("before", "rmtree", r"checkpoints/\.dropped-step=2$"),
+    "after the last checkpoint, before the export": ("after", "replace", r"checkpoints/step=6$"),
+    "before the model is renamed": ("before", "replace", r"run/model$"),
+    "after the model is renamed, before the run is marked": ("after", "replace", r"run/model$"),
+    "before the run is marked": ("before", "replace", r"run/completed$"),
 }
 
 
 def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None:
-    """Run a command in this process until the moment comes, and die of SIGKILL."""
-    left = [int(pattern) if pattern.isdigit() else 1]
+    """Run a command in this process and kill it with SIGKILL at the given moment."""
+    num_left = [int(pattern) if pattern.isdigit() else 1]
 
-    def watched(function, path_of):
+    def kill_around(function, path_of):
         def wrapper(*args, **kwargs):
-            hit = pattern.isdigit() or re.search(pattern, str(path_of(*args, **kwargs)))
-            left[0] -= bool(hit)
-            if hit and left[0] == 0 and when == "before":
+            is_match = pattern.isdigit() or re.search(pattern, str(path_of(*args, **kwargs)))
+            num_left[0] -= bool(is_match)
+            if is_match and num_left[0] == 0 and when == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             result = function(*args, **kwargs)
-            if hit and left[0] == 0:
+            if is_match and num_left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
         return wrapper
@@ -54,28 +54,28 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
         batch = (StartReport, "on_before_backward"), (Steps, "accumulate"), (Steps, "full_step")
         evaluation = (TaskModule, "on_validation_batch_start"), (Evaluation, "evaluate")
         for owner, name in batch if call == "train_batch" else evaluation:
-            setattr(owner, name, watched(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))
+            setattr(owner, name, kill_around(getattr(owner, name, lambda *_: None), lambda *_, **__: ""))
     elif call == "replace":
-        os.replace = watched(os.replace, lambda _, target, **__: target)
+        os.replace = kill_around(os.replace, lambda _, target, **__: target)
     else:
-        shutil.rmtree = watched(shutil.rmtree, lambda path, *_, **__: path)
+        shutil.rmtree = kill_around(shutil.rmtree, lambda path, *_, **__: path)
     main(arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_killed_and_gone_on(engine, moment, recipe, finished, tmp_path, capfd):
+def test_a_killed_run_resumes_with_the_same_bits(engine, moment, recipe, finished, tmp_path, capfd):
     root = tmp_path / "run"
     changes = {"engine": engine, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 4,
                "checkpoint": {"every_n_steps": 2, "keep_last": 1}}
-    whole, arguments = finished(**changes), recipe(**changes, trainer__default_root_dir=str(root))
+    uninterrupted, arguments = finished(**changes), recipe(**changes, trainer__default_root_dir=str(root))
     process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
-    said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
+    output = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
     run = RunFolder(root)
     assert not run.completed.exists()
-    goes_on = ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"]
-    assert main(["fit", *arguments, *goes_on]) == 0, capfd.readouterr().err
-    assert_same_run(whole, run)
+    resume = ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"]
+    assert main(["fit", *arguments, *resume]) == 0, capfd.readouterr().err
+    assert_same_run(uninterrupted, run)
     assert not [path for path in root.rglob(".*") if path.name.startswith((".step", ".model", ".last", ".best"))]
