@@ -1,4 +1,4 @@
-"""One run folder, one process; and of a trainer that is killed nothing stays alive."""
+"""One process per run folder; a killed trainer leaves no process."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ HOLDER = "import sys, time; from lmmods.runs.lock import FolderLock; from pathli
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock of tmp_path/run."""
+    """Start another process that holds the lock of tmp_path/run."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     yield process
@@ -36,15 +36,15 @@ def holder(tmp_path):
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("command", ["fit", "resume", "validate"])
-def test_a_folder_in_use_is_refused(recipe, tmp_path, holder, engine, command, capfd):
+def test_a_run_folder_in_use_is_rejected(recipe, tmp_path, holder, engine, command, capfd):
     extra = ["--ckpt_path", "last"] if command == "resume" else []
     assert main(["validate" if command == "validate" else "fit", *recipe(engine=engine), *extra]) == 2
-    said = capfd.readouterr().err
-    assert f"is in use by process {holder.pid} on {socket.gethostname()} (fit, since " in said
+    error = capfd.readouterr().err
+    assert f"is in use by process {holder.pid} on {socket.gethostname()} (fit, since " in error
     assert os.listdir(tmp_path / "run") == [locks.FILE]
 
 
-def test_death_releases_it(tmp_path, holder):
+def test_a_killed_process_releases_its_lock(tmp_path, holder):
     holder.kill()
     holder.wait()
     lock = FolderLock(tmp_path / "run")
@@ -53,12 +53,12 @@ def test_death_releases_it(tmp_path, holder):
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_children_do_not_hold_it(tmp_path):
+def test_child_processes_do_not_hold_the_lock(tmp_path):
     lock = FolderLock(tmp_path / "run")
     lock.take("fit")
     read, write = os.pipe()
     child = os.fork()
-    if child == 0:  # lives on, as a data worker of a killed trainer would
+    if child == 0:  # outlives its parent, like a data worker of a killed trainer
         os.close(write)
         os.read(read, 1)
         os._exit(0)
@@ -82,46 +82,46 @@ def test_a_command_that_fails_leaves_no_lock_and_no_folder(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def record(folder: Path, **changes) -> None:
+def write_lock_file(folder: Path, **changes) -> None:
     folder.mkdir()
-    known = {"host": socket.gethostname(), "pid": 1, "command": "fit", "started": "yesterday"}
-    (folder / locks.FILE).write_text(json.dumps(known | changes))
+    content = {"host": socket.gethostname(), "pid": 1, "command": "fit", "started": "yesterday"}
+    (folder / locks.FILE).write_text(json.dumps(content | changes))
 
 
-@pytest.mark.parametrize("how", ["unsupported", "local"])
-def test_where_no_lock_reaches_other_hosts_the_words_decide(tmp_path, monkeypatch, how):
-    if how == "local":
+@pytest.mark.parametrize("lock", ["unsupported", "local"])
+def test_without_locks_across_hosts_the_lock_file_contents_decide(tmp_path, monkeypatch, lock):
+    if lock == "local":
         monkeypatch.setattr(locks, "mount_of", lambda path: "36 35 0:50 / /mnt rw - nfs host:/x rw,local_lock=all")
     else:
         def flock(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
         monkeypatch.setattr(fcntl, "flock", flock)
-    record(tmp_path / "run", host="elsewhere")
+    write_lock_file(tmp_path / "run", host="elsewhere")
     with pytest.raises(UserError, match=r"process 1 on elsewhere \(fit, since yesterday\).*delete .*run-lock"):
         FolderLock(tmp_path / "run").take("fit")
-    record(tmp_path / "dead", pid=2**22 + 1)  # above the largest there is
+    write_lock_file(tmp_path / "dead", pid=2**22 + 1)  # above the largest possible process id
     FolderLock(tmp_path / "dead").take("fit")
-    record(tmp_path / "alive", pid=os.getppid())
+    write_lock_file(tmp_path / "alive", pid=os.getppid())
     with pytest.raises(UserError, match=f"process {os.getppid()} on"):
         FolderLock(tmp_path / "alive").take("fit")
 
 
-def test_an_earlier_start_of_the_same_job_is_dead(tmp_path, monkeypatch):
-    """A job that a batch system has put back into its queue, begun on another machine, where no lock reaches."""
+def test_a_requeued_job_may_take_its_own_old_lock(tmp_path, monkeypatch):
+    """A requeued job that restarts on another machine, which the lock does not reach."""
     monkeypatch.setattr(locks, "mount_of", lambda path: "36 35 0:50 / /mnt rw - nfs host:/x rw,local_lock=all")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    record(tmp_path / "before", host="elsewhere", job=["17", "0"])
+    write_lock_file(tmp_path / "before", host="elsewhere", job=["17", "0"])
     FolderLock(tmp_path / "before").take("fit")
     for name, job in (("now", ["17", "1"]), ("other", ["16", "0"])):
-        record(tmp_path / name, host="elsewhere", job=job)
+        write_lock_file(tmp_path / name, host="elsewhere", job=job)
         with pytest.raises(UserError, match="process 1 on elsewhere"):
             FolderLock(tmp_path / name).take("fit")
 
 
-def test_what_another_host_left_stops_nobody_where_locks_reach(tmp_path):
-    record(tmp_path / "run", host="elsewhere")
+def test_a_stale_lock_file_is_ignored_where_locks_reach_other_hosts(tmp_path):
+    write_lock_file(tmp_path / "run", host="elsewhere")
     lock = FolderLock(tmp_path / "run")
     lock.take("fit")
     lock.release()
@@ -130,17 +130,17 @@ def test_what_another_host_left_stops_nobody_where_locks_reach(tmp_path):
 # Orphans ---------------------------------------------------------------------------------------------------------
 
 
-def alive(session: int) -> list[str]:
-    """Processes of a session that have not ended."""
-    found = []
+def find_processes(session: int) -> list[str]:
+    """Return the processes of a session that have not ended."""
+    names = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = path.read_text().rpartition(") ")
-        except OSError:  # it has ended meanwhile
+            name, _, fields = path.read_text().rpartition(") ")
+        except OSError:  # it has just ended
             continue
-        if int(rest.split()[3]) == session and rest[0] != "Z":
-            found.append(name)
-    return found
+        if int(fields.split()[3]) == session and fields[0] != "Z":
+            names.append(name)
+    return names
 
 
 @pytest.mark.slow
@@ -155,12 +155,12 @@ def test_killing_the_trainer_leaves_no_process(recipe, tmp_path, engine):
     while not (tmp_path / "run" / "metrics.csv").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    assert len(alive(process.pid)) > 3  # workers and their servers
+    assert len(find_processes(process.pid)) > 3  # workers and their servers
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 60
-    while alive(process.pid):
-        assert time.monotonic() < deadline, alive(process.pid)
+    while find_processes(process.pid):
+        assert time.monotonic() < deadline, find_processes(process.pid)
         time.sleep(0.05)
 
 
@@ -187,7 +187,7 @@ def test_killing_the_trainer_while_it_tokenises_leaves_no_process(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 60
-    while alive(process.pid):
-        assert time.monotonic() < deadline, alive(process.pid)
+    while find_processes(process.pid):
+        assert time.monotonic() < deadline, find_processes(process.pid)
         time.sleep(0.05)
     process.stdout.close()

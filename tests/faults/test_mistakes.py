@@ -1,5 +1,4 @@
-"""What is wrong with a recipe and a command line is told at once: where, which key, what it must be, what was meant."""
-
+"""All mistakes in a recipe and command line are reported at once: where, which key, what is allowed, what was meant."""
 
 import pytest
 import yaml
@@ -21,7 +20,7 @@ data:
   class_path: SFTData
   init_args: {source: rows.jsonl}
 """
-# What a recipe of one line, laid over BASE, is told behind its name and line.
+# A recipe of one line that overrides BASE: its error, after file name and line.
 IN_FILES = {
     "trainer: {max_step: 3}":
         "trainer.max_step is not a key. Did you mean trainer.max_steps?",
@@ -141,7 +140,7 @@ IN_FILES = {
     "publish: text":
         "publish is text, but must be a mapping of its keys.",
 }
-# The same of options, which stand for themselves where the mistake is about their own key.
+# Options on the command line: their error.
 ON_THE_COMMAND_LINE = {
     "--trainer.max_step 3": "--trainer.max_step is not a key. Did you mean trainer.max_steps?",
     "--trainer.max_steps many": "--trainer.max_steps is many, but must be an integer.",
@@ -165,8 +164,8 @@ ON_THE_COMMAND_LINE = {
     "--nonsense 3": "--nonsense is not a key.",
     "stray": "Unexpected argument stray. Options start with --, for example --trainer.max_steps 3.",
 }
-# Of commands that take no recipe, where several are told as one.
-OF_COMMANDS = {
+# Commands that take no recipe: their errors.
+IN_COMMANDS = {
     "merge --ru x --outt y": ["--ru is not an option. Did you mean --run?",
                                "--outt is not an option. Did you mean --out?"],
     "merge --run x": ["--out is missing. It must be a string. For example: python train.py merge --run runs/sft_qlora "
@@ -184,8 +183,8 @@ OF_COMMANDS = {
     "new mine --model 12e5 --data 7 --task SFFT": [
         f"--task is SFFT, but must be one of {TASKS}, or null. Did you mean SFT?"],
 }
-# What is read once the engine's libraries are imported: settings of their classes, and classes by import paths.
-OF_THE_ENGINE = {
+# Mistakes that only the engine's libraries detect: settings of their classes, and classes by import path.
+IN_THE_ENGINE = {
     "--trainer.strategy DDPStrateg":
         "--trainer.strategy is DDPStrateg, but must be auto, ddp, fsdp or a class. Did you mean DDPStrategy?",
     "--trainer.plugins 3": "--trainer.plugins is 3, but must be a class, a list of classes or null.",
@@ -212,50 +211,50 @@ OF_THE_ENGINE = {
     "--model lmmods.torch_engine.tasks.causal_task.CausalModule --model.lr 3":
         "--model.lr is not a key. Here: model.optimizer.lr.",
 }
-PARSER = ("typing", "Literal", "Union", "NoneType", "ClassArguments")
+INTERNAL_WORDS = ("typing", "Literal", "Union", "NoneType", "ClassArguments")
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch, capsys):
-    """A function that gives what `fit` says of BASE with further recipes and options, which must be status 2."""
-    def told(*recipes: str, options: tuple[str, ...] = (), base: str = BASE, command: str = "fit") -> str:
+def error_of(tmp_path, monkeypatch, capsys):
+    """Return a function that runs `fit` on BASE with more recipes and options, and returns its error."""
+    def error_of(*recipes: str, options: tuple[str, ...] = (), base: str = BASE, command: str = "fit") -> str:
         words = []
         for name, text in (("base.yaml", base), *((f"mine{n or ''}.yaml", text) for n, text in enumerate(recipes))):
             (tmp_path / name).write_text(text)
             words += ["--config", name]
         assert main([command, *words, *options]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and not any(word in said for word in PARSER)
-        return said.removeprefix("error: ").rstrip("\n")
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and not any(word in error for word in INTERNAL_WORDS)
+        return error.removeprefix("error: ").rstrip("\n")
 
     monkeypatch.chdir(tmp_path)
-    return told
+    return error_of
 
 
 @pytest.mark.parametrize("recipe", IN_FILES)
-def test_a_mistake_in_a_recipe(told, recipe):
-    assert told(recipe + "\n") == f"mine.yaml:1: {IN_FILES[recipe]}"
+def test_a_mistake_in_a_recipe_is_reported_with_its_line(error_of, recipe):
+    assert error_of(recipe + "\n") == f"mine.yaml:1: {IN_FILES[recipe]}"
 
 
 @pytest.mark.parametrize("words", ON_THE_COMMAND_LINE)
-def test_a_mistake_on_the_command_line(told, words):
-    assert told(options=tuple(words.split(" "))) == ON_THE_COMMAND_LINE[words]
+def test_a_mistake_on_the_command_line_is_reported(error_of, words):
+    assert error_of(options=tuple(words.split(" "))) == ON_THE_COMMAND_LINE[words]
 
 
-@pytest.mark.parametrize("words", OF_COMMANDS)
-def test_mistakes_in_the_options_of_a_command(words, capsys):
+@pytest.mark.parametrize("words", IN_COMMANDS)
+def test_mistakes_in_options_of_commands_without_a_recipe_are_reported(words, capsys):
     assert main(words.split()) == 2
-    said = capsys.readouterr().err.removeprefix("error: ").splitlines()
-    assert [line.strip() for line in said[len(said) > 1:]] == OF_COMMANDS[words]
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert [line.strip() for line in lines[len(lines) > 1:]] == IN_COMMANDS[words]
 
 
-@pytest.mark.parametrize("words", OF_THE_ENGINE)
-def test_a_mistake_that_the_engine_finds(told, words):
-    assert told(options=tuple(words.split())) == OF_THE_ENGINE[words]
+@pytest.mark.parametrize("words", IN_THE_ENGINE)
+def test_a_mistake_that_only_the_engine_detects_is_reported(error_of, words):
+    assert error_of(options=tuple(words.split())) == IN_THE_ENGINE[words]
 
 
-def test_mistakes_in_classes_of_libraries_are_told_at_once(told):
-    assert told("""
+def test_all_mistakes_in_library_classes_are_reported_at_once(error_of):
+    assert error_of("""
 trainer:
   callbacks:
     - class_path: EarlyStopping
@@ -272,9 +271,9 @@ trainer:
   mine.yaml:9: trainer.logger.save_dir is missing. It must be a string."""
 
 
-def test_all_are_told_at_once(told):
-    """Unknown, of the wrong type and out of range, in every block, over two files and three options."""
-    assert told("""
+def test_all_mistakes_are_reported_at_once(error_of):
+    """Unknown keys, wrong types and values out of range in every block, in two files and three options."""
+    assert error_of("""
 trainer:
   max_stepz: 9
   accumulate_grad_batches: 0
@@ -302,22 +301,23 @@ model:
   mine.yaml:4: trainer.accumulate_grad_batches is 0, but must be 1 or more."""
 
 
-def test_what_is_missing(told):
-    assert told(base="trainer: {max_epochs: 1}\n") == f"""2 mistakes:
+def test_missing_keys_are_reported_with_an_example(error_of):
+    assert error_of(base="trainer: {max_epochs: 1}\n") == f"""2 mistakes:
   model is missing. Name its class, for example --model CLM ({TASKS}).
   data is missing. Name its class, for example --data CLMData ({', '.join(declared('data'))}).
   For example: python train.py fit --config configs/sft_qlora.yaml"""
-    assert told(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
+    assert error_of(base="model: {class_path: SFT}\ndata: {class_path: SFTData}\n") == """3 mistakes:
   model.pretrained and model.config: set one of them, to start from a model or from random weights.
   data.source is missing. It must be a string, a mapping of its keys or a list of strings or mappings.
   trainer.max_steps or trainer.max_epochs is missing. Set one of them."""
-    assert told(command="plan") == ("--on is missing. It must be a string. For example: python train.py plan --config "
-                                    "configs/sft_qlora.yaml --on 8xH100")
+    assert error_of(command="plan") == (
+        "--on is missing. It must be a string. For example: python train.py plan --config "
+                                        "configs/sft_qlora.yaml --on 8xH100")
 
 
-def test_a_mistake_in_a_reward_is_told_with_its_line(told):
+def test_a_mistake_in_a_reward_is_reported_with_its_line(error_of):
     base = BASE.replace("SFTData", "PromptData").replace("SFT\n", "GRPO\n")
-    assert told("""
+    assert error_of("""
 model:
   init_args:
     rewards:
@@ -330,39 +330,38 @@ model:
 extract. Did you mean column?
   mine.yaml:6: model.rewards[1].pattern is missing. It must be a string.
   mine.yaml:8: model.rewards[2].max_tokens is 1.5, but must be an integer."""
-    assert told(options=("--model.rewards", "[{name: f_1}]"), base=base) == (
+    assert error_of(options=("--model.rewards", "[{name: f_1}]"), base=base) == (
         "--model.rewards: model.rewards[0].name is f_1, but must be one of exact_match, contains, regex, format, "
         "length, f1, math, code. Did you mean f1?")
 
 
-def test_what_a_mistake_entails_is_not_told(told):
-    """A key that is misspelt is not missing, and what goes by a value that is wrong is not judged."""
+def test_consequences_of_a_mistake_are_not_reported(error_of):
+    """A misspelt key is not also missing, and keys that depend on a wrong value are not checked."""
     base = BASE.replace("pretrained", "pretrianed").replace("source", "sorce").replace("max_steps", "max_stepz")
-    assert [line.split(" is ")[0].split(": ")[-1] for line in told(base=base).splitlines()[1:]] == [
+    assert [line.split(" is ")[0].split(": ")[-1] for line in error_of(base=base).splitlines()[1:]] == [
         "trainer.max_stepz", "model.pretrianed", "data.sorce"]
-    assert told("model: {init_args: {generation: {do_sample: yep, temperature: 0.5}}}") == (
+    assert error_of("model: {init_args: {generation: {do_sample: yep, temperature: 0.5}}}") == (
         "mine.yaml:1: model.generation.do_sample is yep, but must be true or false.")
-    assert told("model: {init_args: {teacher: {pretrained: t, on_policy: half, max_new_tokens: 9}}}") == (
+    assert error_of("model: {init_args: {teacher: {pretrained: t, on_policy: half, max_new_tokens: 9}}}") == (
         "mine.yaml:1: model.teacher.on_policy is half, but must be a number.")
 
 
-def test_a_mistake_is_told_whose_message_has_the_word_of_another_key(told):
-    said = told("model: {init_args: {optimizer: {name: adamm}}}\n"
-                "publish: {eval_results: [{metric: test/loss, dataset: a/b, task: ' '}]}\n")
-    assert said.startswith("2 mistakes:") and "task is ' ', but must be the name of a task." in said
+def test_a_message_that_mentions_another_mistaken_key_is_still_reported(error_of):
+    error = error_of("model: {init_args: {optimizer: {name: adamm}}}\n"
+                     "publish: {eval_results: [{metric: test/loss, dataset: a/b, task: ' '}]}\n")
+    assert error.startswith("2 mistakes:") and "task is ' ', but must be the name of a task." in error
 
 
-def test_each_layer_is_held_to_the_class_that_counts_in_the_end(told):
-    assert told(options=("--model.beta", "2", "--model", "Preference")) == (
+def test_keys_are_checked_against_the_class_of_the_resolved_recipe(error_of):
+    assert error_of(options=("--model.beta", "2", "--model", "Preference")) == (
         "model.class_path is Preference, which trains on PreferenceData, but data.class_path is SFTData. Set it to "
         "PreferenceData, or model.class_path to SFT.")
-    assert told(options=("--model.beta", "2")) == "--model.beta is not a key of SFT: GRPO and Preference have it."
-
+    assert error_of(options=("--model.beta", "2")) == "--model.beta is not a key of SFT: GRPO and Preference have it."
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_text_is_what_is_written(recipe, tmp_path, capsys, engine):
-    """Whatever YAML would make of it: numbers, truth values, times of day."""
+def test_a_string_stays_as_it_is_written(recipe, tmp_path, capsys, engine):
+    """Even if YAML would read it as a number, a boolean or a time."""
     (tmp_path / "mine.yaml").write_text(f"""
 model: {{init_args: {{revision: 12345e67, attention: no, pretrained: 007}}}}
 data: {{template: off, add_tokens: [yes, 1_000, 1e5], columns: {{1: 2}}, source: {{path: 1.50, split: 1:30}}}}
@@ -372,39 +371,39 @@ trainer: {{default_root_dir: {tmp_path}/run}}
     words = ["fit", "--engine", engine, *recipe(), "--config", str(tmp_path / "mine.yaml"),
              "--samples.prompts", "[no, 12]", "--data.system_prompt", "on"]
     assert main([*words, "--print_config"]) == 0
-    read = yaml.safe_load(capsys.readouterr().out)
-    model, data = read["model"]["init_args"], read["data"]["init_args"]
+    content = yaml.safe_load(capsys.readouterr().out)
+    model, data = content["model"]["init_args"], content["data"]["init_args"]
     assert (model["revision"], model["attention"], model["pretrained"]) == ("12345e67", "no", "007")
     assert (data["template"], data["add_tokens"], data["columns"]) == ("off", ["yes", "1_000", "1e5"], {"1": "2"})
     source = data["source"].get("init_args", data["source"])
     assert (source["path"], source["split"], data["system_prompt"]) == ("1.50", "1:30", "on")
-    assert (read["checkpoint"]["monitor"], read["samples"]["prompts"]) == ("3", ["no", "12"])
+    assert (content["checkpoint"]["monitor"], content["samples"]["prompts"]) == ("3", ["no", "12"])
 
 
 # Help ---------------------------------------------------------------------------------------------------------------
 
 
 def test_help_has_every_key(capsys, tmp_path):
-    """With a recipe the keys of its task, without one those of all tasks, each under the tasks that have it."""
+    """With a recipe the keys of its task; without one the keys of all tasks, each under its tasks."""
     classes = {block: task_classes(block) for block in ("model", "data")}
     for engine in ("torch", "jax"):
         assert main(["fit", "--engine", engine, "--help"]) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         for key in walk(recipe_keys(options_of("fit")[0], engine), classes):
             # the keys of data.source
-            again = key.name.count(".") > 1 and key.name.split(".")[1].endswith(("_source", "decontaminate"))
-            assert again or "." not in key.name or f"\n  --{key.name} " in said, key.name
+            is_nested_source = key.name.count(".") > 1 and key.name.split(".")[1].endswith(("_source", "decontaminate"))
+            assert is_nested_source or "." not in key.name or f"\n  --{key.name} " in output, key.name
             assert key.text, key.name
-    assert "\nmodel, for Preference:\n  --model.loss " in said
+    assert "\nmodel, for Preference:\n  --model.loss " in output
     (tmp_path / "recipe.yaml").write_text(BASE)
     for words in (["--config", str(tmp_path / "recipe.yaml")], ["--model", "SFT"]):
         assert main(["inspect", *words, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert "\nmodel (SFT): " in said and "\ndata (SFTData): " in said
-        assert "--data.train_on " in said and "--model.beta " not in said and "--rows " in said
+        output = capsys.readouterr().out
+        assert "\nmodel (SFT): " in output and "\ndata (SFTData): " in output
+        assert "--data.train_on " in output and "--model.beta " not in output and "--rows " in output
 
 
-def test_help_of_a_key(capsys):
+def test_help_of_a_key_shows_it_with_its_nested_keys(capsys):
     assert main(["fit", "--help", "model.lora.rank"]) == 0
     assert capsys.readouterr().out == """  --model.lora.rank integer (default: 64)
       Rank of the update.
@@ -413,21 +412,21 @@ More: docs/fields.md
     assert main(["fit", "--help=model.init_args.loss"]) == 0
     assert "\nOnly for Preference.\n" in capsys.readouterr().out
     assert main(["fit", "--help", "model.lora"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("  --model.lora mapping or null (default: null)\n      Train an adapter")
-    assert all(f"  --model.lora.{name} " in said for name in ("rank", "alpha", "dropout", "targets", "rslora"))
+    output = capsys.readouterr().out
+    assert output.startswith("  --model.lora mapping or null (default: null)\n      Train an adapter")
+    assert all(f"  --model.lora.{name} " in output for name in ("rank", "alpha", "dropout", "targets", "rslora"))
     assert main(["plan", "--help", "on"]) == 0
     assert capsys.readouterr().out.startswith("  --on string\n      Target devices: ")
 
 
-def test_help_of_an_option(capsys):
+def test_help_of_an_option_shows_it_or_suggests_a_name(capsys):
     assert main(["merge", "--help", "out"]) == 0
     assert capsys.readouterr().out == "  --out string\n      Output folder.\n"
     assert main(["merge", "--help", "ot"]) == 2
     assert capsys.readouterr().err == "error: --help ot: unknown option. Did you mean out?\n"
 
 
-def test_help_of_a_key_that_is_none(capsys):
+def test_help_of_an_unknown_key_is_an_error(capsys):
     assert main(["fit", "--help", "model.lora.rnk"]) == 2
     assert capsys.readouterr().err == (
         "error: --help model.lora.rnk: unknown key. Did you mean model.lora.rank?\n")
