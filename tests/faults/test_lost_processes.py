@@ -25,8 +25,8 @@ from tests.forks import Fork, environments, train
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "processes", "lost"), [("torch", 2, 1), ("jax", 4, 2)])
-def test_lost_processes_end_the_others_and_one_process_resumes_the_run(engine, processes, lost, recipe, finished, tmp_path,
-                                                                       capfd):
+def test_lost_processes_end_the_others_and_one_process_resumes_the_run(
+        engine, processes, lost, recipe, finished, tmp_path, capfd):
     """The last ones, before the fourth of six steps; `--ckpt_path auto` both starts and resumes the run."""
     common = {"engine": engine, "model__init_args__optimizer": {"lr": 0.003}, "data__init_args__val_size": 0,
               "checkpoint": {"every_n_steps": 2}, "data__init_args__batch_size": 8 // processes}

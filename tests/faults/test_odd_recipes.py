@@ -1,4 +1,4 @@
-"""Recipes that no one meant to write: each ends in one message and status 2, before anything is read or trained."""
+"""Odd recipes: each ends with one message and status 2, before anything is read or trained."""
 
 import importlib.util
 import os
@@ -17,25 +17,25 @@ from tests.forks import Fork, train
 ROOT = Path(__file__).parents[2]
 
 
-def told(capsys, arguments, pattern):
+def assert_error(capsys, arguments, pattern):
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said and len(said) < 2000, said
-    assert re.search(pattern, said, re.DOTALL), said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error and len(error) < 2000, error
+    assert re.search(pattern, error, re.DOTALL), error
 
 
 # Files --------------------------------------------------------------------------------------------------------------
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(8))
-TEXTS = {
+FILES = {
     "bomb": (BOMB, r"odd\.yaml: line \d+: more than 100,000 values"),
-    "itself": ("a: &a [1, *a]\n", r"the alias \*a has no complete anchor &a"),
-    "nowhere": ("a: *b\n", r"line 1: the alias \*b has no complete anchor"),
-    "deep": ("a: " + "[" * 2000 + "]" * 2000, r"more than 64 levels of nesting"),
+    "recursive alias": ("a: &a [1, *a]\n", r"the alias \*a has no complete anchor &a"),
+    "undefined alias": ("a: *b\n", r"line 1: the alias \*b has no complete anchor"),
+    "deep list": ("a: " + "[" * 2000 + "]" * 2000, r"more than 64 levels of nesting"),
     "deep mapping": ("".join(" " * n + "a:\n" for n in range(2000)), r"more than 64 levels of nesting"),
-    "twice": ("trainer:\n  max_steps: 3\n  max_steps: 4\n", r"line 3: the key max_steps occurs twice"),
-    "twice at the top": ("engine: jax\ntrainer: {}\n\"engine\": torch\n", r"line 3: the key engine"),
+    "duplicate key": ("trainer:\n  max_steps: 3\n  max_steps: 4\n", r"line 3: the key max_steps occurs twice"),
+    "duplicate key at the top": ("engine: jax\ntrainer: {}\n\"engine\": torch\n", r"line 3: the key engine"),
     "tag int": ('seed_everything: !!int "abc"\n', r"line 1: the tag .*int is not allowed"),
     "tag date": ("seed_everything: !!timestamp 2024-13-45\n", r"the tag .*timestamp is not allowed"),
     "tag bool": ("trainer: {enable_checkpointing: !!bool perhaps}\n", r"the tag .*bool is not allowed"),
@@ -44,15 +44,15 @@ TEXTS = {
     "digits": ("trainer: {max_steps: " + "9" * 5000 + "}\n", r"line 1: a number of 5000 digits"),
     "hex": ("trainer: {max_steps: 0x_}\n", r"odd\.yaml.*0x_|invalid literal"),
     "tab": ("trainer:\n\tmax_steps: 3\n", r"odd\.yaml: broken YAML: line 2.*cannot start any token"),
-    "open": ("trainer: {max_steps: 3\n", r"odd\.yaml: broken YAML"),
+    "unclosed": ("trainer: {max_steps: 3\n", r"odd\.yaml: broken YAML"),
     "two documents": ("a: 1\n---\nb: 2\n", r"odd\.yaml: broken YAML.*document"),
     "empty": ("", r"odd\.yaml: a recipe must be a mapping.*empty"),
     "comment": ("# nothing\n", r"a recipe must be a mapping.*empty"),
     "list": ("- a\n- b\n", r"a recipe must be a mapping.*a list"),
-    "text": ("fit\n", r"a recipe must be a mapping.*a single value"),
+    "single value": ("fit\n", r"a recipe must be a mapping.*a single value"),
     "list as key": ("[1, 2]: 3\n", r"odd\.yaml: broken YAML.*unhashable"),
     "NUL": ("a: \0\n", r"odd\.yaml: broken YAML"),
-    "names another": ("config: other.yaml\n", r"config is not a key: a recipe cannot name"),
+    "names another recipe": ("config: other.yaml\n", r"config is not a key: a recipe cannot name"),
     "trusts itself": ("trust_recipe_code: true\n", r"is allowed on the command line only"),
 }
 BYTES = {
@@ -63,14 +63,14 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("name", [*TEXTS, *BYTES])
-def test_files(tmp_path, capsys, name):
-    content, pattern = TEXTS[name] if name in TEXTS else BYTES[name]
+@pytest.mark.parametrize("name", [*FILES, *BYTES])
+def test_a_broken_recipe_file_is_one_message(tmp_path, capsys, name):
+    content, pattern = FILES[name] if name in FILES else BYTES[name]
     (tmp_path / "odd.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-    told(capsys, ["fit", "--config", str(tmp_path / "odd.yaml")], pattern)
+    assert_error(capsys, ["fit", "--config", str(tmp_path / "odd.yaml")], pattern)
 
 
-def test_what_is_no_file(tmp_path, capsys):
+def test_a_path_that_is_not_a_recipe_file_is_one_message(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, pattern in ((tmp_path, "a regular file, not a folder"), (tmp_path / "pipe", "a regular file"),
@@ -78,19 +78,19 @@ def test_what_is_no_file(tmp_path, capsys):
                           (tmp_path / "none.yaml", r"none\.yaml: no such file"),
                           ("x" * 5000, r"x… \(5000 characters\)"), ("a\0b", "cannot be read"),
                           ("", "--config has no value")):
-        told(capsys, ["fit", "--config", str(path)], pattern)
-        told(capsys, ["fit", f"--config={path}"], pattern)
+        assert_error(capsys, ["fit", "--config", str(path)], pattern)
+        assert_error(capsys, ["fit", f"--config={path}"], pattern)
 
 
-def test_files_named_elsewhere(recipe, tmp_path, capsys):
+def test_a_broken_file_named_by_an_option_is_one_message(recipe, tmp_path, capsys):
     for name, content in (("bomb.yaml", BOMB.encode()), ("latin.yaml", "max_steps: 3 # ü".encode("latin-1")),
                           ("twice.yaml", b"max_steps: 3\nmax_steps: 4\n")):
         (tmp_path / name).write_bytes(content)
-        told(capsys, ["fit", *recipe(), "--trainer", str(tmp_path / name)], "error: ")
+        assert_error(capsys, ["fit", *recipe(), "--trainer", str(tmp_path / name)], "error: ")
 
 
-def test_recipes_as_they_may_be(tmp_path):
-    """A byte order mark, Windows' line ends, anchors, merges, dates and long texts are no mistakes."""
+def test_unusual_but_valid_recipes_are_read(tmp_path):
+    """A byte order mark, Windows line ends, anchors, merges, dates and long strings are valid."""
     path = tmp_path / "fine.yaml"
     path.write_bytes(b"\xef\xbb\xbfa: &x {k: 1}\r\nb:\r\n  <<: *x\r\n  k: 2\r\nc: 2024-13-45\r\nd: *x\r\n")
     assert read_recipe(path) == {"a": {"k": 1}, "b": {"k": 2}, "c": "2024-13-45", "d": {"k": 1}}
@@ -106,7 +106,7 @@ def test_shipped_recipes_are_within_the_limits():
         assert read_recipe(file) == yaml.safe_load(file.read_text())
 
 
-def test_the_walk_takes_what_the_loader_takes():
+def test_valid_yaml_passes_the_check_and_duplicate_keys_do_not():
     for text in ("a", "- 1\n- [b, {c: d}]\n", "{a: {b: 1}, c: {b: 1}}", "? a\n: b\n", "- {a: 1}\n- {a: 1}\n"):
         check(text)
     with pytest.raises(UserError):
@@ -187,30 +187,30 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("engine", "key", "value", "pattern"), [
-    *(("torch", *each) for each in VALUES), *(("jax", *each) for each in VALUES[::4])],
+    *(("torch", *case) for case in VALUES), *(("jax", *case) for case in VALUES[::4])],
     ids=lambda value: str(value)[:30])
-def test_values(recipe, capsys, tmp_path, key, value, pattern, engine):
-    told(capsys, ["fit", "--engine", engine, *recipe(**{key: value})], pattern)
+def test_an_invalid_value_is_one_message_and_writes_nothing(recipe, capsys, tmp_path, key, value, pattern, engine):
+    assert_error(capsys, ["fit", "--engine", engine, *recipe(**{key: value})], pattern)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("accelerator", ["cuda", "gpu"])
-def test_a_gpu_that_is_not_here(recipe, tmp_path, engine, accelerator):
-    """In processes of their own: JAX keeps the devices with which it has started."""
+def test_a_missing_gpu_is_reported(recipe, tmp_path, engine, accelerator):
+    """In separate processes, as JAX keeps the devices with which it started."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    said = Fork(train, "inspect", "--engine", engine, *recipe(trainer__accelerator=accelerator)).communicate()
+    output = Fork(train, "inspect", "--engine", engine, *recipe(trainer__accelerator=accelerator)).communicate()
     name = {"torch": "torch", "jax": "JAX"}[engine]
-    assert f"error: trainer.accelerator is {accelerator}, but {name} finds none on this machine" in said, said
-    assert "Traceback" not in said and "python train.py doctor" in said
+    assert f"error: trainer.accelerator is {accelerator}, but {name} finds none on this machine" in output, output
+    assert "Traceback" not in output and "python train.py doctor" in output
 
 
-def test_indices_of_gpus_where_there_is_none(recipe, capsys):
+def test_gpu_indices_without_gpus_are_rejected(recipe, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    told(capsys, ["inspect", *recipe(trainer__accelerator="auto", trainer__devices=[3, 4])],
-         r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds none")
+    assert_error(capsys, ["inspect", *recipe(trainer__accelerator="auto", trainer__devices=[3, 4])],
+                 r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds none")
 
 
 def test_a_plan_needs_no_accelerator_of_this_machine(recipe):
@@ -224,19 +224,20 @@ def test_a_plan_on_jax_needs_no_accelerator_of_this_machine(recipe):
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_plan_of_too_many_tokens_is_refused_at_once(recipe, capsys, engine):
-    told(capsys, ["plan", "--on", "8xH100", "--engine", engine, *recipe(data__init_args__batch_size=99_999_999)],
-         r"tokens in a micro-batch, but no device fits more than 268,435,456")
+def test_plan_rejects_too_many_tokens_at_once(recipe, capsys, engine):
+    arguments = recipe(data__init_args__batch_size=99_999_999)
+    assert_error(capsys, ["plan", "--on", "8xH100", "--engine", engine, *arguments],
+                 r"tokens in a micro-batch, but no device fits more than 268,435,456")
 
 
-def test_a_null_length_is_counted_as_what_it_becomes(recipe, capsys):
-    told(capsys, ["inspect", *recipe(data__init_args__batch_size=99_999_999, data__init_args__max_length=None)],
-         "tokens in a micro-batch")
+def test_a_null_max_length_counts_with_its_resolved_value(recipe, capsys):
+    assert_error(capsys, ["inspect", *recipe(data__init_args__batch_size=99_999_999, data__init_args__max_length=None)],
+                 "tokens in a micro-batch")
 
 
-THEIRS = "base_model: demo/llama\ndatasets:\n  - path: demo/instructions.jsonl\n    type: alpaca\n"
+FOREIGN = "base_model: demo/llama\ndatasets:\n  - path: demo/instructions.jsonl\n    type: alpaca\n"
 COMMANDS_WITH_PATHS = [
-    "migrate", "migrate theirs.yaml --out", "merge --out out --run", "verify", "report", "evaluate --tasks x --run",
+    "migrate", "migrate foreign.yaml --out", "merge --out out --run", "verify", "report", "evaluate --tasks x --run",
     "chat --run", "chat --model", "new --model demo/llama --data demo/instructions.jsonl",
     "new mine --data demo/instructions.jsonl --model", "new mine --model demo/llama --data", "recipes --show",
     "sweep x=1,2 --space", "find --config configs/sft_qlora.yaml --result",
@@ -245,53 +246,53 @@ COMMANDS_WITH_PATHS = [
 
 @pytest.mark.parametrize("bad", ["a\0b", "x" * 5000, f"{__file__}/x"], ids=["NUL", "long", "through a file"])
 @pytest.mark.parametrize("words", COMMANDS_WITH_PATHS)
-def test_paths_of_commands(words, bad, tmp_path, capsys, monkeypatch):
+def test_an_invalid_path_for_a_command_is_one_message(words, bad, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text(THEIRS)
-    told(capsys, [*words.replace("theirs.yaml", str(theirs)).split(), bad], "error: ")
+    foreign = tmp_path / "foreign.yaml"
+    foreign.write_text(FOREIGN)
+    assert_error(capsys, [*words.replace("foreign.yaml", str(foreign)).split(), bad], "error: ")
 
 
-@pytest.mark.parametrize(("words", "place"), [
-    ("migrate theirs.yaml --out", "folder"),
+@pytest.mark.parametrize(("words", "kind"), [
+    ("migrate foreign.yaml --out", "folder"),
     ("sweep --config configs/clm.yaml model.optimizer.lr=1,2 --folder", "file"),
     ("chat --model", "file"), ("verify", "file"), ("recipes --show", "folder"), ("report", "file"),
     ("sweep x=1,2 --space", "folder"), ("find --config configs/clm.yaml --result", "folder")])
-def test_a_file_for_a_folder_and_a_folder_for_a_file(words, place, tmp_path, capsys, monkeypatch):
+def test_a_file_instead_of_a_folder_or_the_reverse_is_one_message(words, kind, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    (tmp_path / "theirs.yaml").write_text(THEIRS)
-    words = words.replace("theirs.yaml", str(tmp_path / "theirs.yaml"))
-    told(capsys, [*words.split(), str(tmp_path / place)], "error: ")
+    (tmp_path / "foreign.yaml").write_text(FOREIGN)
+    words = words.replace("foreign.yaml", str(tmp_path / "foreign.yaml"))
+    assert_error(capsys, [*words.split(), str(tmp_path / kind)], "error: ")
     assert not list((tmp_path / "folder").iterdir())
 
 
-@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="to the superuser nothing is forbidden")
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 0)() == 0, reason="root may access everything")
 @pytest.mark.parametrize("words", [
-    "migrate theirs.yaml --out", "sweep --config configs/clm.yaml model.optimizer.lr=1,2 --folder",
+    "migrate foreign.yaml --out", "sweep --config configs/clm.yaml model.optimizer.lr=1,2 --folder",
     "merge --out out --run", "verify"])
-def test_a_folder_that_may_not_be_touched(words, tmp_path, capsys, monkeypatch):
+def test_a_folder_without_permissions_is_one_message(words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    (tmp_path / "foreign.yaml").write_text(FOREIGN)
     (tmp_path / "folder").mkdir(mode=0o000)
-    words = words.replace("theirs.yaml", str(tmp_path / "theirs.yaml")).split()
-    told(capsys, [*words, str(tmp_path / "folder" / "x")], "error: ")
+    words = words.replace("foreign.yaml", str(tmp_path / "foreign.yaml")).split()
+    assert_error(capsys, [*words, str(tmp_path / "folder" / "x")], "error: ")
 
 
 @pytest.mark.parametrize("extra", [["--trainer.max_steps", "9" * 5000], ["--trainer.max_steps", "[" * 5000],
                                    ["--ckpt_path", "a\0b"], ["--ckpt_path", "x" * 5000], ["--ckpt_path", "9" * 5000],
                                    ["--seed_everything", "9" * 5000], ["--data.source", "{a: 1, a: 2}"],
                                    ["--trainer.callbacks", "*a"]], ids=lambda extra: " ".join(extra)[:30])
-def test_the_command_line(recipe, capsys, extra):
-    told(capsys, ["fit", *recipe(), *extra], "error: ")
+def test_an_invalid_option_value_is_one_message(recipe, capsys, extra):
+    assert_error(capsys, ["fit", *recipe(), *extra], "error: ")
 
 
-def test_a_logger_without_its_package_is_named(recipe, capsys):
+def test_a_logger_whose_package_is_missing_is_named(recipe, capsys):
     if importlib.util.find_spec("comet_ml"):
         pytest.skip("comet_ml is installed")
-    told(capsys, ["fit", *recipe(trainer__logger={"class_path": "lightning.pytorch.loggers.CometLogger"}),
-                  "--trust_recipe_code", "true"], "CometLogger: .*comet")
+    assert_error(capsys, ["fit", *recipe(trainer__logger={"class_path": "lightning.pytorch.loggers.CometLogger"}),
+                          "--trust_recipe_code", "true"], "CometLogger: .*comet")
 
 
 @pytest.mark.parametrize(("changes", "pattern"), [
@@ -302,12 +303,12 @@ def test_a_logger_without_its_package_is_named(recipe, capsys):
     ({"trainer__reload_dataloaders_every_n_epochs": -1}, "trainer: "),
     ({"trainer__barebones": True}, "trainer: "),
 ])
-def test_what_lightning_refuses_is_reported_under_its_key(recipe, capsys, changes, pattern):
-    told(capsys, ["inspect", *recipe(**changes)], pattern)
+def test_values_that_lightning_rejects_are_reported_with_their_key(recipe, capsys, changes, pattern):
+    assert_error(capsys, ["inspect", *recipe(**changes)], pattern)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_all_devices_of_a_cpu_are_one(recipe, engine):
-    """-1 is Lightning's word for all, which auto is too."""
+def test_minus_one_devices_on_a_cpu_means_all(recipe, engine):
+    """In Lightning, -1 means all devices, as auto does."""
     assert main(["inspect", "--engine", engine, *recipe(trainer__devices=-1)]) == 0

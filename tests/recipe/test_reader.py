@@ -28,7 +28,7 @@ from lmmods.recipe.keys import TRAINERS, keys_of, library_classes, members, reci
 from lmmods.recipe.objects import ClassArguments, objects
 from lmmods.recipe.reader import Recipe, parse, with_library_classes
 from lmmods.recipe.tasks import base, clm, sft
-from tests.faults.test_mutations import RECIPES, mutate, places
+from tests.faults.test_mutations import RECIPES, key_paths, mutate
 from tests.faults.test_odd_recipes import VALUES
 
 ENGINES = ["torch", "jax"]
@@ -180,7 +180,8 @@ def test_mutated_recipes(engine, path, tmp_path, monkeypatch):
     assert read(["fit", *layers, "--config", str(path)], engine)
     chance, base = random.Random(path.stem), yaml.safe_load(path.read_text())
     for _ in range(6):
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mutate(base, places(base), chance)[0], allow_unicode=True))
+        tree, _ = mutate(base, key_paths(base), chance)
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True))
         outcome(["fit", *layers, "--config", str(tmp_path / "recipe.yaml")], engine)
 
 
