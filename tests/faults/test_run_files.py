@@ -1,4 +1,4 @@
-"""Files of a run folder that were cut, edited or replaced: mended and said, or refused by name; never a traceback."""
+"""Truncated, edited or replaced files of a run folder are repaired with a message, or rejected by name."""
 
 import contextlib
 import itertools
@@ -23,46 +23,47 @@ from lmmods.runs.csv_logger import MetricsCSV
 from lmmods.runs.folder import RunFolder, write_text
 from lmmods.runs.repair import repair_samples
 
-# Mended ----------------------------------------------------------------------------------------------------------
+# Repaired --------------------------------------------------------------------------------------------------------
 
 TABLE = "step,train/loss,val/loss\n1,2.5,\n2,2.0,1.5\n3,nan,\n"
 
 
-def rewound(path: Path, content: bytes, step: int = 3) -> str:
-    """metrics.csv after a resume at a step."""
+def rewind(path: Path, content: bytes, step: int = 3) -> str:
+    """Write metrics.csv, rewind it to a step as a resume does, and return its content."""
     path.write_bytes(content)
     MetricsCSV(path).rewind(step)
     return path.read_text()
 
 
-def test_a_whole_table_stays_as_it_is(tmp_path, capsys):
-    assert rewound(tmp_path / "metrics.csv", TABLE.encode()) == TABLE
-    assert rewound(tmp_path / "metrics.csv", TABLE.encode(), step=2) == TABLE.replace("3,nan,\n", "")
+def test_a_valid_metrics_csv_is_unchanged(tmp_path, capsys):
+    assert rewind(tmp_path / "metrics.csv", TABLE.encode()) == TABLE
+    assert rewind(tmp_path / "metrics.csv", TABLE.encode(), step=2) == TABLE.replace("3,nan,\n", "")
     assert capsys.readouterr().out == "" and os.listdir(tmp_path) == ["metrics.csv"]
 
 
 BROKEN_LINES = {
-    "too few values": b"2,2.0\n", "too many values": b"2,2.0,1.5,9\n", "a step that is none": b"two,2.0,1.5\n",
-    "half a step": b"2.5,2.0,1.5\n", "a step of 5000 digits": b"2" * 5000 + b",2.0,1.5\n", "a word": b"2,high,1.5\n",
+    "too few values": b"2,2.0\n", "too many values": b"2,2.0,1.5,9\n", "a step that is not a number": b"two,2.0,1.5\n",
+    "a fractional step": b"2.5,2.0,1.5\n", "a step of 5000 digits": b"2" * 5000 + b",2.0,1.5\n",
+    "a word": b"2,high,1.5\n",
     "an open quote": b'2,"2.0,1.5\n', "binary": b"\x00\xff\xfe,\x80,\x01\n", "no step": b",2.0,1.5\n",
     "an empty line": b"\n", "a field without end": b"2," + b"9" * 200_000 + b"x,1.5\n",
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN_LINES)
-def test_lines_of_the_table_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, broken):
+def test_unreadable_lines_of_metrics_csv_are_skipped_and_reported(tmp_path, capsys, broken):
     path, content = tmp_path / "metrics.csv", TABLE.encode().replace(b"2,2.0,1.5\n", BROKEN_LINES[broken])
-    assert rewound(path, content) == TABLE.replace("2,2.0,1.5\n", "")
-    said = capsys.readouterr().out
-    assert "metrics.csv is damaged: line 3 is skipped" in said and "metrics.csv.damaged" in said
+    assert rewind(path, content) == TABLE.replace("2,2.0,1.5\n", "")
+    output = capsys.readouterr().out
+    assert "metrics.csv is damaged: line 3 is skipped" in output and "metrics.csv.damaged" in output
     assert (tmp_path / "metrics.csv.damaged").read_bytes() == content
     MetricsCSV(path).rewind(3)
-    assert capsys.readouterr().out == ""  # mended
+    assert capsys.readouterr().out == ""  # already repaired
 
 
 @pytest.mark.parametrize("header", [b"stop,train/loss,val/loss\n", b"\x00\x01\n", b"step,step,val/loss\n", b"[]\n",
                                     b"\n"])
-def test_a_table_without_its_header_is_begun_anew(tmp_path, capsys, header):
+def test_a_metrics_csv_without_a_header_is_started_again(tmp_path, capsys, header):
     path = tmp_path / "metrics.csv"
     logger = MetricsCSV(path)
     path.write_bytes(header + TABLE.encode().split(b"\n", 1)[1])
@@ -72,11 +73,11 @@ def test_a_table_without_its_header_is_begun_anew(tmp_path, capsys, header):
     assert "is damaged: 4 lines from line 1 on are skipped" in capsys.readouterr().out
 
 
-def test_a_table_that_is_cut_off_loses_its_last_line_only(tmp_path, capsys):
-    assert rewound(tmp_path / "metrics.csv", TABLE[:-4].encode()) == TABLE.replace("3,nan,\n", "")
+def test_a_truncated_metrics_csv_loses_only_its_last_line(tmp_path, capsys):
+    assert rewind(tmp_path / "metrics.csv", TABLE[:-4].encode()) == TABLE.replace("3,nan,\n", "")
     assert "line 4 is skipped" in capsys.readouterr().out
-    assert rewound(tmp_path / "metrics.csv", b"step,train/l") == "step\n"
-    assert rewound(tmp_path / "metrics.csv", b"") == "step\n"
+    assert rewind(tmp_path / "metrics.csv", b"step,train/l") == "step\n"
+    assert rewind(tmp_path / "metrics.csv", b"") == "step\n"
 
 
 SAMPLES = [{"step": step, "prompt": "1 + 1", "base": None, "output": str(step)} for step in (0, 2, 4)]
@@ -87,27 +88,27 @@ BROKEN_SAMPLES = ['{"step": 2, "prompt": "1', "[]", "null", '{"step": "2", "prom
 
 
 @pytest.mark.parametrize("broken", BROKEN_SAMPLES, ids=range(len(BROKEN_SAMPLES)))
-@pytest.mark.parametrize("place", ["middle", "end"])
-def test_samples_that_cannot_be_read_are_left_out_and_said(tmp_path, capsys, broken, place):
+@pytest.mark.parametrize("position", ["middle", "end"])
+def test_unreadable_samples_are_skipped_and_reported(tmp_path, capsys, broken, position):
     folder, lines = RunFolder(tmp_path), [json.dumps(row) + "\n" for row in SAMPLES]
-    if place == "middle":
+    if position == "middle":
         content = lines[0] + broken + "\n" + lines[1] + lines[2]
-    else:  # half a line, without its end
+    else:  # half a line without a newline
         content = "".join(lines) + broken
     folder.files.claim(folder.samples.name)
     write_text(folder.samples, content)
     writer = SampleWriter(["1 + 1"])
     writer.begin(folder, 2)
     assert repair_samples(folder.samples) == SAMPLES[:2]
-    said = capsys.readouterr().out
-    assert f"samples.jsonl is damaged: line {2 if place == 'middle' else 4} is skipped" in said
+    output = capsys.readouterr().out
+    assert f"samples.jsonl is damaged: line {2 if position == 'middle' else 4} is skipped" in output
     assert (tmp_path / "samples.jsonl.damaged").read_text() == content
     writer.write(4, ["5"], [])
     assert [row["output"] for row in repair_samples(folder.samples)] == ["0", "2", "5"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"7", b'{"val/loss": 1.0', b"\xff\x00", b"null", b"[" * 100_000])
-def test_numbers_that_are_none_are_begun_anew(tmp_path, capsys, content):
+def test_a_damaged_metrics_json_is_started_again(tmp_path, capsys, content):
     folder = RunFolder(tmp_path)
     folder.files.claim(folder.metrics_json.name)
     folder.metrics_json.write_bytes(content)
@@ -119,11 +120,11 @@ def test_numbers_that_are_none_are_begun_anew(tmp_path, capsys, content):
     assert json.loads(folder.metrics_json.read_text()) == {"val/loss": 2.0, "val/f1": 3.0}
 
 
-# Refused ---------------------------------------------------------------------------------------------------------
+# Rejected --------------------------------------------------------------------------------------------------------
 
 
-def state_with(change) -> Callable[[RunFolder], None]:
-    """Damage to state.json that its manifest knows, as only an editor makes it."""
+def change_state(change) -> Callable[[RunFolder], None]:
+    """Return a damage that edits state.json and updates its manifest."""
     def damage(run: RunFolder) -> None:
         path = run.resolve("last") / "state.json"
         path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -132,118 +133,119 @@ def state_with(change) -> Callable[[RunFolder], None]:
     return damage
 
 
-def file_in_checkpoint(name: str, content: str) -> Callable[[RunFolder], None]:
+def write_in_checkpoint(name: str, content: str) -> Callable[[RunFolder], None]:
     return lambda run: (run.resolve("last") / name).write_text(content)
 
 
-def fifo(run: RunFolder) -> None:
+def replace_manifest_by_pipe(run: RunFolder) -> None:
     path = run.resolve("last") / "manifest.json"
     path.unlink()
     os.mkfifo(path)
 
 
-def in_checkpoints(name: str, make) -> Callable[[RunFolder], None]:
+def make_in_checkpoints(name: str, make) -> Callable[[RunFolder], None]:
     return lambda run: make(run.checkpoints / name)
 
 
-def copy_instead_of_link(run: RunFolder) -> None:
+def replace_link_by_copy(run: RunFolder) -> None:
     target = run.resolve("last")
     (run.checkpoints / "last").unlink()
     shutil.copytree(target, run.checkpoints / "last")
 
 
 DAMAGES = {
-    "manifest is a list": (file_in_checkpoint("manifest.json", "[]"), "manifest.json does not list"),
-    "manifest is empty": (file_in_checkpoint("manifest.json", "{}"), "manifest.json does not list model.safetensors"),
-    "manifest is a pipe": (fifo, "manifest.json cannot be read"),
-    "state is cut off": (file_in_checkpoint("state.json", "{"), "state.json has changed since"),
-    "state is a list": (state_with(lambda state: []), "state.json contains a list"),
-    "state without steps": (state_with(lambda state: state.pop("global_step") and state),
+    "manifest is a list": (write_in_checkpoint("manifest.json", "[]"), "manifest.json does not list"),
+    "manifest is empty": (write_in_checkpoint("manifest.json", "{}"), "manifest.json does not list model.safetensors"),
+    "manifest is a pipe": (replace_manifest_by_pipe, "manifest.json cannot be read"),
+    "state is truncated": (write_in_checkpoint("state.json", "{"), "state.json has changed since"),
+    "state is a list": (change_state(lambda state: []), "state.json contains a list"),
+    "state without steps": (change_state(lambda state: state.pop("global_step") and state),
                             "global_step is missing or not an integer"),
-    "steps are text": (state_with(lambda state: {**state, "global_step": "2"}),
-                       "global_step is missing or not an integer"),
-    "callbacks are a list": (state_with(lambda state: {**state, "callbacks": []}), "callbacks.Metrics.num_tokens is"),
-    "best is a number": (state_with(lambda state: state["callbacks"]["Checkpoint"].update(best=3) or state),
+    "steps are a string": (change_state(lambda state: {**state, "global_step": "2"}),
+                           "global_step is missing or not an integer"),
+    "callbacks are a list": (change_state(lambda state: {**state, "callbacks": []}), "callbacks.Metrics.num_tokens is"),
+    "best is a number": (change_state(lambda state: state["callbacks"]["Checkpoint"].update(best=3) or state),
                          "callbacks.Checkpoint.best is missing or not a list"),
-    "an array that is not there": (state_with(lambda state: {**state, "window": {"$array": "x"}}), "does not fit its"),
-    "a step is a file": (in_checkpoints("step=4", Path.touch), "step=4 is not a checkpoint folder"),
-    "a step leads nowhere": (in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 is not a"),
-    "last is a copy": (copy_instead_of_link, "last is not a link to a checkpoint"),
-    "numbers are a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "json is not a"),
-    "table is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)), "metrics.csv is not a"),
+    "a missing array": (change_state(lambda state: {**state, "window": {"$array": "x"}}), "does not fit its"),
+    "a step is a file": (make_in_checkpoints("step=4", Path.touch), "step=4 is not a checkpoint folder"),
+    "a step is a broken link": (make_in_checkpoints("step=4", lambda path: path.symlink_to("gone")), "step=4 is not a"),
+    "last is a copy": (replace_link_by_copy, "last is not a link to a checkpoint"),
+    "metrics.json is a folder": (lambda run: (run.metrics_json.unlink(), run.metrics_json.mkdir()), "json is not a"),
+    "metrics.csv is a pipe": (lambda run: (run.metrics_csv.unlink(), os.mkfifo(run.metrics_csv)),
+                              "metrics.csv is not a"),
 }
 HARMLESS = {
     "folders of other names": lambda run: [(run.checkpoints / name).mkdir() for name in (
         "step=abc", "step=", "step=1e3", "step=" + "9" * 40, "step=-1", "step=1+", "steps")],
     "files of other names": lambda run: (run.checkpoints / "step=abc").write_text("mine"),
     "links of other names": lambda run: (run.checkpoints / "step=x").symlink_to("gone"),
-    "last leads nowhere": lambda run: run.point("last", run.checkpoint("step=9")),
+    "last is a broken link": lambda run: run.point("last", run.checkpoint("step=9")),
     "last is gone": lambda run: (run.checkpoints / "last").unlink(),
-    "tables are damaged": lambda run: [path.write_bytes(b"\xff\x00[") for path in (run.metrics_csv, run.metrics_json)],
+    "metrics are damaged": lambda run: [path.write_bytes(b"\xff\x00[") for path in (run.metrics_csv, run.metrics_json)],
 }
 
 
 @pytest.fixture
 def finished(finished, recipe, tmp_path):
-    """A run of two steps, as often as it is asked for, and the arguments to go on to the fourth."""
+    """Return a function that makes fresh copies of a run of two steps, and the arguments to resume it to step 4."""
     changes = {"model__init_args__quantize": None, "model__init_args__lora": {"rank": 2, "alpha": 4},
                "trainer__limit_val_batches": 0}
 
-    def make(engine: str):
+    def make_run(engine: str):
         run = finished("run", **changes, engine=engine, trainer__max_steps=2)
         shutil.copytree(run.root, tmp_path / "whole", symlinks=True)
         arguments = recipe(**changes, engine=engine, trainer__max_steps=4)
 
-        def again() -> RunFolder:
+        def copy_run() -> RunFolder:
             shutil.rmtree(tmp_path / "run")
             shutil.copytree(tmp_path / "whole", tmp_path / "run", symlinks=True)
             return RunFolder(tmp_path / "run")
 
-        return again, [*arguments, "--ckpt_path", "last"]
+        return copy_run, [*arguments, "--ckpt_path", "last"]
 
-    return make
+    return make_run
 
 
-def reported(run: RunFolder) -> None:
-    """`report` shows the folder or says what is wrong with it."""
+def check_report(run: RunFolder) -> None:
+    """Check that `report` reads the folder or raises a UserError."""
     with contextlib.suppress(UserError):
         read_runs([str(run.root)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_damage_is_refused_by_name(finished, capfd, engine):
-    again, arguments = finished(engine)
+def test_a_damaged_file_is_rejected_by_name_and_nothing_changes(finished, capfd, engine):
+    copy_run, arguments = finished(engine)
     for name, (damage, message) in DAMAGES.items():
-        run = again()
+        run = copy_run()
         damage(run)
         before = sorted(run.root.rglob("*"))
         capfd.readouterr()
         assert main(["fit", *arguments]) == 2, name
-        said = capfd.readouterr().err
-        assert message in said and said.startswith("error: "), (name, said)
+        error = capfd.readouterr().err
+        assert message in error and error.startswith("error: "), (name, error)
         assert sorted(run.root.rglob("*")) == before, name
-        reported(run)
+        check_report(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_what_is_not_the_runs_does_no_harm(finished, engine):
-    again, arguments = finished(engine)
+def test_foreign_files_in_checkpoints_do_not_stop_a_resume(finished, engine):
+    copy_run, arguments = finished(engine)
     for name, damage in HARMLESS.items():
-        run = again()
+        run = copy_run()
         damage(run)
-        theirs = {path.name for path in run.checkpoints.iterdir()} - {"last", "best", *run.names()}
-        reported(run)
+        foreign_names = {path.name for path in run.checkpoints.iterdir()} - {"last", "best", *run.names()}
+        check_report(run)
         assert main(["fit", *arguments]) == 0, name
         assert run.names() == ["step=2", "step=4"] and run.resolve("last").name == "step=4", name
-        assert theirs <= {path.name for path in run.checkpoints.iterdir()}, name
+        assert foreign_names <= {path.name for path in run.checkpoints.iterdir()}, name
         read_runs([str(run.root)])
 
 
 @pytest.mark.slow
-def test_a_report_over_files_of_other_types(tmp_path):
-    """Each value of the files replaced by each kind of junk: a page or a message."""
+def test_a_report_on_damaged_files_is_a_page_or_a_message(tmp_path):
+    """With any value of any file replaced by junk, the report is a page or a message."""
     source = {"rows": 3, "dropped": {"empty": {"rows": 1, "first": ["a:2"]}}, "notes": ["x"]}
     splits = {"train": {"rows": 2, "length": {"median": 3}}}
     files = {"data_report.json": {"sources": {"rows.jsonl": source}, "splits": splits},
@@ -252,16 +254,16 @@ def test_a_report_over_files_of_other_types(tmp_path):
     (tmp_path / "metrics.csv").write_text(TABLE)
     pages = 0
     for name, content in files.items():
-        for damaged in itertools.islice(variants(content), 0, None, 2):  # of kinds that alternate
-            for each, whole in files.items():
-                (tmp_path / each).write_text(json.dumps(damaged if each == name else whole))
+        for damaged in itertools.islice(variants(content), 0, None, 2):  # every second variant
+            for file, valid in files.items():
+                (tmp_path / file).write_text(json.dumps(damaged if file == name else valid))
             with contextlib.suppress(UserError):
                 pages += bool(render(read_runs([str(tmp_path)]), datetime.now().astimezone()))
     assert pages > 60
 
 
 def variants(node):
-    """The tree with one of its nodes replaced."""
+    """Yield copies of the tree with one node replaced."""
     yield from (None, -1, math.nan, "x", [], {}, [1], {"a": 1}, True)
     for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
         for damaged in variants(node[key]):
@@ -275,7 +277,7 @@ def variants(node):
 
 @pytest.fixture
 def foreign(tmp_path, llama_folder) -> dict[str, tuple[str, str]]:
-    """What is no checkpoint, and what is said of it."""
+    """Return paths that are not checkpoints, with the expected message."""
     (tmp_path / "epoch=1.ckpt").write_bytes(b"\x80\x02}q\x00.")
     (tmp_path / "notes.txt").write_text("step 4")
     for name, file in (("adapter", "adapter_config.json"), ("trainer", "trainer_state.json"), ("other", "x.bin")):
@@ -283,7 +285,7 @@ def foreign(tmp_path, llama_folder) -> dict[str, tuple[str, str]]:
         (tmp_path / name / file).write_text("{}")
     (tmp_path / "a run" / "checkpoints" / "step=4").mkdir(parents=True)
     (tmp_path / "loop").symlink_to("loop")
-    return {str(tmp_path / name): said for name, said in {
+    return {str(tmp_path / name): message for name, message in {
         "epoch=1.ckpt": "a single file, as other programs write", "notes.txt": "a single file",
         "adapter": "an adapter (model.adapter starts from it)", "trainer": "a checkpoint of transformers' Trainer",
         "other": "a folder without a state.json", "a run": "a run folder", "a run/checkpoints": "a folder without",
@@ -294,26 +296,26 @@ def foreign(tmp_path, llama_folder) -> dict[str, tuple[str, str]]:
                   "step=7": "does not exist", "\0": "does not exist"}
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path, foreign):
+def test_a_path_that_is_not_a_checkpoint_is_described(tmp_path, foreign):
     folder = RunFolder(tmp_path / "run")
-    for asked, said in foreign.items():
+    for path, message in foreign.items():
         with pytest.raises(UserError) as caught:
-            folder.resolve(asked)
-        assert said in str(caught.value), asked
+            folder.resolve(path)
+        assert message in str(caught.value), path
 
 
-def test_a_checkpoint_is_found_by_number_and_by_name(tmp_path):
+def test_a_checkpoint_is_resolved_by_step_and_by_name(tmp_path):
     folder = RunFolder(tmp_path)
     for name in ("step=5", "step=5+2"):
         folder.checkpoint(name).mkdir(parents=True)
-    for asked, name in (("5", "step=5"), ("05", "step=5"), ("step=5", "step=5"), ("5+2", "step=5+2"),
-                        ("last", "step=5+2")):
-        assert folder.resolve(asked).name == name
+    for requested, name in (("5", "step=5"), ("05", "step=5"), ("step=5", "step=5"), ("5+2", "step=5+2"),
+                            ("last", "step=5+2")):
+        assert folder.resolve(requested).name == name
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("command", ["fit", "validate"])
-def test_a_file_of_another_program_is_not_read(recipe, tmp_path, capfd, engine, command):
+def test_a_checkpoint_file_of_another_program_is_rejected_unread(recipe, tmp_path, capfd, engine, command):
     path = tmp_path / "epoch=1.ckpt"
     path.write_bytes(b"not even a pickle")
     assert main([command, *recipe(engine=engine, model__init_args__quantize=None), "--ckpt_path", str(path)]) == 2
@@ -321,7 +323,7 @@ def test_a_file_of_another_program_is_not_read(recipe, tmp_path, capfd, engine, 
 
 
 @pytest.mark.parametrize("content", ["[]", "model: 7", "{", "", "model: {class_path: SFT}", "model: {init_args: {}}"])
-def test_a_recipe_that_no_run_wrote_is_refused_by_commands(tmp_path, content):
+def test_commands_reject_a_config_that_no_run_wrote(tmp_path, content):
     folder = RunFolder(tmp_path)
     write_text(folder.config, content)
     write_text(folder.model / "config.json", "{}")

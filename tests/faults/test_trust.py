@@ -1,4 +1,4 @@
-"""A recipe is data: what it names is not imported, called or built unless the command line trusts it."""
+"""A recipe is data: code that it names does not run unless the command line trusts it."""
 
 import sys
 
@@ -48,7 +48,7 @@ KEYS = ("trainer.plugins", "trainer.accelerator", "trainer.logger", "trainer.cal
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """The file that code of the recipe's own folder writes as soon as it is imported."""
+    """Return the file that untrusted code writes when it is imported."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "evil.py").write_text(EVIL.format(mark=str(tmp_path / "mark")))
@@ -57,15 +57,15 @@ def mark(tmp_path, monkeypatch):
     sys.modules.pop("evil", None)
 
 
-def refused(capsys, arguments, *words):
+def assert_rejected(capsys, arguments, *words):
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
     for word in words:
-        assert word in said, said
+        assert word in error, error
 
 
-def spec(path, mark, **init_args):
+def class_spec(path, mark, **init_args):
     return {"class_path": path, "init_args": init_args or {"command": f"touch {mark}"}}
 
 
@@ -74,24 +74,24 @@ def spec(path, mark, **init_args):
 
 @pytest.mark.parametrize(("engine", "key"), [*(("torch", key) for key in KEYS), ("jax", "trainer.logger"),
                                              ("jax", "trainer.callbacks"), ("jax", "trainer.strategy")])
-def test_no_key_runs_code(recipe, mark, capsys, key, engine):
+def test_no_key_of_a_recipe_runs_code(recipe, mark, capsys, key, engine):
     for path, form in (("os.system", "class"), ("evil.Mine", "list"), ("evil.Mine", "text")):
-        value = {"class": spec(path, mark), "list": [spec(path, mark)], "text": path}[form]
-        refused(capsys, ["inspect", "--engine", engine, *recipe(**{key.replace(".", "__"): value})])
+        value = {"class": class_spec(path, mark), "list": [class_spec(path, mark)], "text": path}[form]
+        assert_rejected(capsys, ["inspect", "--engine", engine, *recipe(**{key.replace(".", "__"): value})])
         assert not mark.exists(), f"{key}: {value} ran"
 
 
 @pytest.mark.parametrize(("command", "path"), [
     ("fit", "os.system"), ("fit", "evil.make"), ("inspect", "subprocess.Popen"), ("inspect", "builtins.eval"),
     ("--print_config", "evil.Mine"), ("help", "evil.Mine")])
-def test_what_is_outside_is_not_even_imported(recipe, mark, capsys, path, command):
+def test_untrusted_code_is_not_even_imported(recipe, mark, capsys, path, command):
     if command == "help":
         arguments = ["fit", *recipe(), "--trainer.logger.help", path]
     elif command == "--print_config":
         arguments = ["fit", *recipe(trainer__logger=[{"class_path": path}]), command]
     else:
         arguments = [command, *recipe(trainer__logger={"class_path": path})]
-    refused(capsys, arguments, path)
+    assert_rejected(capsys, arguments, path)
     assert not mark.exists() and "evil" not in sys.modules
 
 
@@ -101,8 +101,8 @@ def test_what_is_outside_is_not_even_imported(recipe, mark, capsys, path, comman
     ("trainer__logger", "lightning.pytorch.trainer.trainer.os.system"), ("data", "torch.utils.data.DataLoader"),
     ("model", "lightning.pytorch.LightningModule.load_from_checkpoint"), ("trainer__callbacks", "lmmods.cli.main"),
     ("trainer__profiler", "torch.package.PackageImporter"), ("trainer__strategy", "lightning.pytorch.Trainer")])
-def test_inside_only_the_classes_of_the_key_are_built(recipe, capsys, key, path):
-    refused(capsys, ["inspect", *recipe(**{key: {"class_path": path}})], path.split(".")[-1])
+def test_a_key_accepts_only_classes_of_its_own_type(recipe, capsys, key, path):
+    assert_rejected(capsys, ["inspect", *recipe(**{key: {"class_path": path}})], path.split(".")[-1])
 
 
 @pytest.mark.parametrize("extra", [["--trainer.logger=evil.Mine"], ["--trainer.logger", "evil.Mine"],
@@ -110,44 +110,45 @@ def test_inside_only_the_classes_of_the_key_are_built(recipe, capsys, key, path)
                                    ["--trainer", '{"logger": {"class_path": "evil.Mine"}}'], ["--model", "evil.Mine"],
                                    ["--config", "trainer: {logger: {class_path: evil.Mine}}"],
                                    ["--trainer", "SUB"], ["--data", "evil.Mine"]])
-def test_one_rule_for_command_line_and_other_files(recipe, mark, capsys, tmp_path, extra):
+def test_untrusted_classes_are_rejected_on_the_command_line_and_in_other_files(recipe, mark, capsys, tmp_path, extra):
     (tmp_path / "sub.yaml").write_text("logger: {class_path: evil.Mine}\n")
-    refused(capsys, ["inspect", *recipe(), *(str(tmp_path / "sub.yaml") if word == "SUB" else word for word in extra)])
+    words = [str(tmp_path / "sub.yaml") if word == "SUB" else word for word in extra]
+    assert_rejected(capsys, ["inspect", *recipe(), *words])
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("arguments", [
     {"ddp_comm_hook": "torch.hub.load"}, {"ddp_comm_wrapper": {"class_path": "torch.package.PackageImporter"}},
     {"ddp_comm_hook": "os.system"}])
-def test_functions_deep_inside_are_refused(recipe, capsys, arguments):
+def test_untrusted_functions_in_nested_arguments_are_rejected(recipe, capsys, arguments):
     strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": arguments}
-    refused(capsys, ["inspect", *recipe(trainer__strategy=strategy)])
+    assert_rejected(capsys, ["inspect", *recipe(trainer__strategy=strategy)])
 
 
-def test_the_environment_opens_nothing(recipe, mark, capsys, monkeypatch):
+def test_environment_variables_do_not_grant_trust(recipe, mark, capsys, monkeypatch):
     for name in ("TRUST_RECIPE_CODE", "LMMODS_TRUST_RECIPE_CODE", "TRAIN_TRUST_RECIPE_CODE"):
         monkeypatch.setenv(name, "true")
-    refused(capsys, ["inspect", *recipe(trainer__logger={"class_path": "evil.Mine"})])
+    assert_rejected(capsys, ["inspect", *recipe(trainer__logger={"class_path": "evil.Mine"})])
     assert not mark.exists()
 
 
-# Who may open it --------------------------------------------------------------------------------------------------
+# Who may trust ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_may_trust(recipe, mark, tmp_path):
-    trusted = recipe(trainer__logger=[spec("evil.Mine", mark, text="built with trust")], trainer__max_steps=1,
+def test_the_command_line_may_trust_a_recipe(recipe, mark, tmp_path):
+    trusted = recipe(trainer__logger=[class_spec("evil.Mine", mark, text="built with trust")], trainer__max_steps=1,
                      trainer__limit_val_batches=0)
     assert main(["fit", *trusted, "--trust_recipe_code", "true"]) == 0
     assert mark.read_text() == "built with trust"
     assert "trust_recipe_code" not in (tmp_path / "run" / "config.yaml").read_text()
-    mark.unlink()  # and the next command does not remember it
+    mark.unlink()  # the next command does not remember the trust
     sys.modules.pop("evil")
     assert main(["inspect", "--config", str(tmp_path / "run" / "config.yaml")]) == 2
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("where", ["top", "trainer", "model", "inline", "sub"])
-def test_a_file_may_not(recipe, mark, capsys, tmp_path, where):
+def test_a_file_may_not_trust_itself(recipe, mark, capsys, tmp_path, where):
     changes = {"trainer__logger": {"class_path": "evil.Mine"}}
     extra = []
     if where in ("top", "trainer", "model"):
@@ -158,27 +159,27 @@ def test_a_file_may_not(recipe, mark, capsys, tmp_path, where):
     else:
         (tmp_path / "sub.yaml").write_text("trust_recipe_code: true\n")
         extra = ["--trainer", str(tmp_path / "sub.yaml")]
-    refused(capsys, ["inspect", *recipe(**changes), *extra], "trust_recipe_code")
+    assert_rejected(capsys, ["inspect", *recipe(**changes), *extra], "trust_recipe_code")
     assert not mark.exists()
 
 
-def test_the_flag():
+def test_the_trust_flag_is_removed_from_the_arguments():
     assert pop_trust_flag(["fit", "--trust_recipe_code", "true", "--x"]) == (["fit", "--x"], True)
     assert pop_trust_flag(["fit", "--trust_recipe_code=false"]) == (["fit"], False)
     assert pop_trust_flag(["fit"]) == (["fit"], False)
 
 
-def test_a_flag_that_is_neither(recipe, capsys):
-    refused(capsys, ["inspect", *recipe(), "--trust_recipe_code", "perhaps"], "--trust_recipe_code is perhaps")
+def test_a_trust_flag_that_is_not_a_boolean_is_rejected(recipe, capsys):
+    assert_rejected(capsys, ["inspect", *recipe(), "--trust_recipe_code", "perhaps"], "--trust_recipe_code is perhaps")
 
 
-def test_print_config_is_still_a_recipe(recipe, capsys, tmp_path):
+def test_print_config_of_a_trusted_recipe_is_a_recipe(recipe, capsys, tmp_path):
     assert main(["fit", *recipe(), "--trust_recipe_code", "true", "--print_config"]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert main(["fit", "--config", str(tmp_path / "printed.yaml"), "--print_config"]) == 0
 
 
-def test_help_tells_of_the_flag(capsys):
+def test_help_lists_the_trust_flag(capsys):
     assert main(["fit", "--help"]) == 0
     assert "--trust_recipe_code" in capsys.readouterr().out
 
@@ -187,10 +188,10 @@ def test_help_tells_of_the_flag(capsys):
 
 
 def test_a_file_does_not_trust_remote_code(recipe, capsys):
-    asks = recipe(model__init_args__trust_remote_code=True)
-    refused(capsys, ["inspect", *asks], "model.trust_remote_code is set in a file")
-    assert main(["inspect", *asks, "--model.trust_remote_code", "true"]) == 0
-    assert main(["inspect", *asks, "--trust_recipe_code", "true"]) == 0
+    arguments = recipe(model__init_args__trust_remote_code=True)
+    assert_rejected(capsys, ["inspect", *arguments], "model.trust_remote_code is set in a file")
+    assert main(["inspect", *arguments, "--model.trust_remote_code", "true"]) == 0
+    assert main(["inspect", *arguments, "--trust_recipe_code", "true"]) == 0
 
 
 def test_a_run_folder_does_not_trust_remote_code(recipe, capsys, tmp_path):
@@ -201,15 +202,16 @@ def test_a_run_folder_does_not_trust_remote_code(recipe, capsys, tmp_path):
     (run / "model" / "config.json").write_text("{}")
     model = {"class_path": "SFT", "init_args": {"pretrained": "someone/something", "trust_remote_code": True}}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
-    refused(capsys, ["merge", "--run", str(run), "--out", str(tmp_path / "out")], "model.trust_remote_code is set")
+    assert_rejected(capsys, ["merge", "--run", str(run), "--out", str(tmp_path / "out")],
+                    "model.trust_remote_code is set")
     with trusting(True):
         assert FinishedRun.read(str(run), "merge").trust_remote_code
 
 
 @pytest.mark.parametrize("changes", [{"model__init_args__attention": "someone/kernel"},
                                      {"model__init_args__config_overrides": {"_attn_implementation": "a/b"}}])
-def test_kernels_of_the_hub_are_code(recipe, capsys, changes):
-    refused(capsys, ["inspect", *recipe(**changes)], "kernel from the hub")
+def test_hub_kernels_need_trust(recipe, capsys, changes):
+    assert_rejected(capsys, ["inspect", *recipe(**changes)], "kernel from the hub")
 
 
 # Where classes of libraries write -----------------------------------------------------------------------------------
@@ -220,8 +222,8 @@ def of_library(name, /, **init_args):
     return ClassArguments(getattr(module, name), init_args)
 
 
-def outputs(run, name, /, **init_args):
-    """What is said of a recipe with a logger or profiler of Lightning."""
+def output_error(run, name, /, **init_args):
+    """Return the error for a recipe with this Lightning logger or profiler, or an empty string."""
     key = "profiler" if name.endswith("Profiler") else "logger"
     try:
         check_outputs({key: of_library(name, **init_args)}, RunFolder(run))
@@ -230,28 +232,28 @@ def outputs(run, name, /, **init_args):
     return ""
 
 
-PLACES = [("CSVLogger", "save_dir"), ("TensorBoardLogger", "save_dir"), ("WandbLogger", "save_dir"),
-          ("WandbLogger", "dir"), ("MLFlowLogger", "save_dir"), ("MLFlowLogger", "tracking_uri"),
-          ("MLFlowLogger", "artifact_location"), ("SimpleProfiler", "dirpath"), ("AdvancedProfiler", "dirpath"),
-          ("PyTorchProfiler", "dirpath")]
+PATH_KEYS = [("CSVLogger", "save_dir"), ("TensorBoardLogger", "save_dir"), ("WandbLogger", "save_dir"),
+             ("WandbLogger", "dir"), ("MLFlowLogger", "save_dir"), ("MLFlowLogger", "tracking_uri"),
+             ("MLFlowLogger", "artifact_location"), ("SimpleProfiler", "dirpath"), ("AdvancedProfiler", "dirpath"),
+             ("PyTorchProfiler", "dirpath")]
 
 
-@pytest.mark.parametrize(("name", "key"), PLACES)
-def test_libraries_write_into_the_run_folder(tmp_path, monkeypatch, name, key):
+@pytest.mark.parametrize(("name", "key"), PATH_KEYS)
+def test_loggers_and_profilers_may_only_write_into_the_run_folder(tmp_path, monkeypatch, name, key):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "run" / "logs").mkdir(parents=True)
     inside = {"save_dir": "run/logs"} if name == "MLFlowLogger" else {}
-    for place in ("run", "run/logs", str(tmp_path / "run" / "new" / "er"), "run/x/../logs"):
-        assert outputs("run", name, **{**inside, key: place}) == "", place
+    for path in ("run", "run/logs", str(tmp_path / "run" / "new" / "er"), "run/x/../logs"):
+        assert output_error("run", name, **{**inside, key: path}) == "", path
     elsewhere = ("elsewhere", "run/../elsewhere", str(tmp_path), ".", "run2", "/", "~/run", "file:///run/x",
                  "local:run/x", "s3://bucket/run", "simplecache::run/x")
-    for place in elsewhere:
-        said = outputs("run", name, **{**inside, key: place})
-        assert f"{name} would write to" in said and "--trust_recipe_code true" in said, place
-    assert f"{name} would write to" in outputs("~", name, **{**inside, key: "~/run"})
+    for path in elsewhere:
+        error = output_error("run", name, **{**inside, key: path})
+        assert f"{name} would write to" in error and "--trust_recipe_code true" in error, path
+    assert f"{name} would write to" in output_error("~", name, **{**inside, key: "~/run"})
     with trusting(True):
-        assert outputs("run", name, **{key: "elsewhere"}) == ""
+        assert output_error("run", name, **{key: "elsewhere"}) == ""
 
 
 @pytest.mark.parametrize(("name", "init_args"), [
@@ -262,45 +264,45 @@ def test_libraries_write_into_the_run_folder(tmp_path, monkeypatch, name, key):
     ("MLFlowLogger", {"tracking_uri": "sqlite:///mlflow.db"}), ("MLFlowLogger", {"tracking_uri": "sqlite:////x.db"}),
     ("WandbLogger", {"save_dir": "run", "settings": {"root_dir": "elsewhere"}}), ("CometLogger", {}),
     ("LitLogger", {"root_dir": "run"}), ("XLAProfiler", {}), ("DummyLogger", {})])
-def test_no_other_setting_leads_out(tmp_path, monkeypatch, name, init_args):
+def test_no_other_setting_leads_out_of_the_run_folder(tmp_path, monkeypatch, name, init_args):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "run" / "lightning_logs").mkdir(parents=True)
-    assert "--trust_recipe_code true" in outputs("run", name, **init_args)
+    assert "--trust_recipe_code true" in output_error("run", name, **init_args)
 
 
-def test_servers_and_what_the_environment_names_are_no_files(monkeypatch):
-    assert outputs("run", "MLFlowLogger", tracking_uri="https://example.org") == ""
+def test_servers_and_locations_from_the_environment_are_allowed(monkeypatch):
+    assert output_error("run", "MLFlowLogger", tracking_uri="https://example.org") == ""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
-    assert outputs("run", "MLFlowLogger", tracking_uri="sqlite:///mine.db") == ""
-    assert outputs("run", "PassThroughProfiler") == ""
+    assert output_error("run", "MLFlowLogger", tracking_uri="sqlite:///mine.db") == ""
+    assert output_error("run", "PassThroughProfiler") == ""
 
 
-def test_links_in_the_run_folder_lead_no_library_out(tmp_path):
+def test_loggers_may_not_write_through_links_in_the_run_folder(tmp_path):
     run, victim = tmp_path / "run", tmp_path / "thesis"
     (run / "csv" / "version_0").mkdir(parents=True)
     victim.write_text("years of work")
-    given = {"save_dir": str(run / "csv"), "name": "", "version": 0}
+    arguments = {"save_dir": str(run / "csv"), "name": "", "version": 0}
     (run / "csv" / "inner").symlink_to(run)
-    assert outputs(run, "CSVLogger", **given) == ""
-    for link, name, init_args in ((run / "csv" / "version_0" / "metrics.csv", "CSVLogger", given),
+    assert output_error(run, "CSVLogger", **arguments) == ""
+    for link, name, init_args in ((run / "csv" / "version_0" / "metrics.csv", "CSVLogger", arguments),
                                   (run / "fit-mine.txt", "SimpleProfiler", {"dirpath": str(run)}),
                                   (run / ".wandb", "WandbLogger", {"save_dir": str(run)})):
         link.symlink_to(victim)
-        assert f"{name} would write to {link}" in outputs(run, name, **init_args)
+        assert f"{name} would write to {link}" in output_error(run, name, **init_args)
         link.unlink()
-    (run / "model").symlink_to(tmp_path)  # of which check_links judges
-    assert outputs(run, "SimpleProfiler", dirpath=str(run)) == ""
+    (run / "model").symlink_to(tmp_path)  # check_links covers this
+    assert output_error(run, "SimpleProfiler", dirpath=str(run)) == ""
 
 
-def test_a_folder_that_is_no_run_s_is_not_written_over(tmp_path):
-    """The recipe names the run folder too."""
+def test_a_logger_may_not_overwrite_files_of_a_foreign_folder(tmp_path):
+    """As the recipe also sets the run folder."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "metrics.csv").write_text("years of work")
-    given = {"save_dir": str(tmp_path), "name": "results", "version": ""}
-    assert "would overwrite" in outputs(tmp_path, "CSVLogger", **given)
-    (tmp_path / "config.yaml").write_text("{}")  # which fit itself refuses where no run wrote it
-    assert outputs(tmp_path, "CSVLogger", **given) == ""
+    arguments = {"save_dir": str(tmp_path), "name": "results", "version": ""}
+    assert "would overwrite" in output_error(tmp_path, "CSVLogger", **arguments)
+    (tmp_path / "config.yaml").write_text("{}")  # fit itself rejects it if no run wrote it
+    assert output_error(tmp_path, "CSVLogger", **arguments) == ""
 
 
 @pytest.mark.parametrize(("engine", "key", "value"), [
@@ -311,36 +313,36 @@ def test_a_run_that_would_write_elsewhere_does_not_start(recipe, capsys, tmp_pat
     arguments = recipe(**{key: value})
     monkeypatch.chdir(tmp_path)
     name = value[0]["class_path"] if isinstance(value, list) else value["class_path"]
-    refused(capsys, ["fit", "--engine", engine, *arguments], name.rpartition(".")[2])
+    assert_rejected(capsys, ["fit", "--engine", engine, *arguments], name.rpartition(".")[2])
     assert not (tmp_path / "x").exists()
 
 
-# The types that keep it so --------------------------------------------------------------------------------------------
+# Types -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_no_key_is_of_any_type(engine):
-    """A key of type Any takes whatever a recipe names. Dictionaries of Any are kept as they are, never built."""
+def test_no_key_has_an_open_type(engine):
+    """A key of type Any would accept any class. Dictionaries of Any are allowed: their values are never built."""
     from typing import Any, get_args
 
     from lmmods.recipe.engines import load_engine
     from lmmods.recipe.keys import keys_of, recipe_keys, task_classes, walk
 
-    def open_types(kind) -> bool:
-        return kind in (Any, object) or getattr(kind, "__origin__", None) is not dict and any(
-            map(open_types, get_args(kind)))
+    def is_open(hint) -> bool:
+        return hint in (Any, object) or getattr(hint, "__origin__", None) is not dict and any(
+            map(is_open, get_args(hint)))
 
     types = load_engine(engine)
     classes = {block: task_classes(block) for block in ("model", "data")}
     typed = {key.name: key.type for key in walk(recipe_keys({}, engine), classes)}
     for base in (types.model, types.data):
-        for kind in (each for each in _concrete(base) if each.__module__.startswith(("lmmods.", "jax_engine."))):
-            typed |= {f"{kind.__name__}.{name}": key.type for name, key in keys_of(kind).items()}
+        for owner in (cls for cls in subclasses(base) if cls.__module__.startswith(("lmmods.", "jax_engine."))):
+            typed |= {f"{owner.__name__}.{name}": key.type for name, key in keys_of(owner).items()}
     assert len(typed) > 100
-    assert not [name for name, kind in typed.items() if open_types(kind)]
+    assert not [name for name, hint in typed.items() if is_open(hint)]
 
 
-def _concrete(base):
-    for kind in base.__subclasses__():
-        yield kind
-        yield from _concrete(kind)
+def subclasses(base):
+    for cls in base.__subclasses__():
+        yield cls
+        yield from subclasses(cls)
