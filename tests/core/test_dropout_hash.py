@@ -1,4 +1,4 @@
-"""The bits of dropout masks: a published hash, uniform, independent of those of other features, tokens, rows, sites."""
+"""Dropout masks: a published hash, uniform, and independent across features, tokens, rows and layers."""
 
 import numpy as np
 import pytest
@@ -26,40 +26,40 @@ SKLEARN = [(0, 0, 0, 0, -291690166),
 
 
 def masks(epoch=0, row=None, site="h.0.mlp", seed=42, rate=RATE):
-    """Kept features of rows, [ROWS, TOKENS, FEATURES] float, centred and scaled to variance 1."""
+    """Return masks [ROWS, TOKENS, FEATURES] as floats, centred and scaled to variance 1."""
     rows = np.arange(ROWS) if row is None else np.asarray(row)
     kept = feature_mask(token_seeds(seed, epoch, rows[:, None], POSITIONS), site_seed(site), FEATURES, rate)
-    share = 1 - dropped_steps(rate) / 2**16
-    return (kept - share) / np.sqrt(share * (1 - share))
+    fraction = 1 - dropped_steps(rate) / 2**16
+    return (kept - fraction) / np.sqrt(fraction * (1 - fraction))
 
 
-def z_of(product):
-    """The mean of products of independent numbers of variance 1 in standard deviations."""
+def z_score(product):
+    """Return the z-score of the mean of products of independent numbers with variance 1."""
     return product.mean() * np.sqrt(product.size)
 
 
 def test_the_hash_is_murmurhash3():
-    """Values of the author's program, as Wikipedia and the ports of it give them."""
+    """Against published values of the reference implementation."""
     def bytes_of(data):
         return [np.array([block], np.uint32) for block in np.frombuffer(data, "<u4")]
 
-    for data, seed, wanted in ((b"", 1, 0x514E28B7), (b"", 2**32 - 1, 0x81F16F39), (b"\0\0\0\0", 0, 0x2362F9DE),
-                               (b"!Ce\x87", 0, 0xF55B516B), (b"!Ce\x87", 0x5082EDEE, 0x2362F9DE),
-                               (b"test", 0, 0xBA6BD213), (b"test", 0x9747B28C, 0x704B81DC),
-                               (b"aaaa", 0x9747B28C, 0x5A97808A)):
-        assert murmur3(seed, bytes_of(data)) == wanted, data
+    for data, seed, expected in ((b"", 1, 0x514E28B7), (b"", 2**32 - 1, 0x81F16F39), (b"\0\0\0\0", 0, 0x2362F9DE),
+                                 (b"!Ce\x87", 0, 0xF55B516B), (b"!Ce\x87", 0x5082EDEE, 0x2362F9DE),
+                                 (b"test", 0, 0xBA6BD213), (b"test", 0x9747B28C, 0x704B81DC),
+                                 (b"aaaa", 0x9747B28C, 0x5A97808A)):
+        assert murmur3(seed, bytes_of(data)) == expected, data
 
 
-@pytest.mark.parametrize(("seed", "epoch", "row", "position", "wanted"), SKLEARN)
-def test_token_seeds_are_its_of_epoch_row_and_position(seed, epoch, row, position, wanted):
-    assert token_seeds(seed, epoch, row, np.array([position])).tolist() == [wanted]
+@pytest.mark.parametrize(("seed", "epoch", "row", "position", "expected"), SKLEARN)
+def test_token_seeds_are_murmurhash3_of_epoch_row_and_position(seed, epoch, row, position, expected):
+    assert token_seeds(seed, epoch, row, np.array([position])).tolist() == [expected]
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
-def test_shares_are_those_of_independent_draws(rate):
-    """Kept features by token, by feature, by row and in all scatter as binomial draws: z and chi-square."""
+def test_kept_fractions_are_binomial(rate):
+    """By token, by feature, by row and in total: z and chi-square tests."""
     centred = masks(rate=rate)
-    assert abs(z_of(centred)) < 4
+    assert abs(z_score(centred)) < 4
     for axes in ((0, 1), (2,), (1, 2)):
         z = centred.mean(axis=axes) * np.sqrt(centred.size / np.prod([centred.shape[a] for a in range(3)
                                                                      if a not in axes]))
@@ -67,8 +67,8 @@ def test_shares_are_those_of_independent_draws(rate):
         assert abs((z**2).sum() - freedom) < 5 * np.sqrt(2 * freedom), axes
 
 
-def test_neighbours_are_independent():
-    """No correlation between features, tokens, rows, and halves of a word, at any small distance."""
+def test_masks_of_neighbours_are_independent():
+    """No correlation between features, tokens, rows and halves of a word, at any small distance."""
     centred = masks()
     pairs = {f"axis {axis}, {distance} apart": centred.take(range(distance, centred.shape[axis]), axis)
              * centred.take(range(centred.shape[axis] - distance), axis)
@@ -78,45 +78,46 @@ def test_neighbours_are_independent():
                                          * centred[:-a, :, :-b]) for a in (1, 2, 7) for b in (1, 2, 64)}
     pairs |= {f"squares of tokens, {b}": (centred[:, 1:, b:] * centred[:, :-1, b:] * centred[:, 1:, :-b]
                                          * centred[:, :-1, :-b]) for b in (1, 3)}
-    far = {name: z_of(product) for name, product in pairs.items() if abs(z_of(product)) > 4.5}
-    assert not far
+    correlated = {name: z_score(product) for name, product in pairs.items() if abs(z_score(product)) > 4.5}
+    assert not correlated
 
 
 @pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 43}, {"site": "h.1.mlp"}, {"row": np.arange(ROWS) + ROWS},
                                    {"epoch": 2**32}, {"row": np.arange(ROWS) + 2**32}])
-def test_epochs_seeds_layers_and_rows_are_independent(other):
-    assert abs(z_of(masks() * masks(**other))) < 4
+def test_masks_of_epochs_seeds_layers_and_rows_are_independent(other):
+    assert abs(z_score(masks() * masks(**other))) < 4
 
 
-def test_bits_of_words_are_balanced_and_flip_by_half():
-    """Every bit is 1 in half of the words, and a changed bit of the input changes each of the output half the time."""
+def test_bits_of_the_hash_are_balanced_and_depend_on_all_input_bits():
+    """Every bit is 1 in half of the words, and flipping an input bit flips each output bit half the time."""
     words = token_seeds(1, 0, np.arange(2000)[:, None], POSITIONS[:50]).view(np.uint32).ravel()
     bits = words[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
     z = (bits.mean(0) - 0.5) * 2 * np.sqrt(len(words))
     assert np.abs(z).max() < 4.5
-    for changed in range(32):
-        flipped = finalise(words) ^ finalise(words ^ np.uint32(1 << changed))
-        share = (flipped[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).mean(0)
-        assert np.abs(share - 0.5).max() < 0.02, changed
+    for bit in range(32):
+        flipped = finalise(words) ^ finalise(words ^ np.uint32(1 << bit))
+        fraction = (flipped[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)).mean(0)
+        assert np.abs(fraction - 0.5).max() < 0.02, bit
 
 
 def test_attention_masks_are_uniform_and_independent():
     seeds = token_seeds(42, 0, np.arange(8)[:, None], POSITIONS)
-    share = 1 - dropped_steps(RATE) / 2**16
-    centred = (attention_mask(seeds, site_seed("h.0.attn"), 5, RATE) - share) / np.sqrt(share * (1 - share))
-    other = (attention_mask(seeds, site_seed("h.1.attn"), 5, RATE) - share) / np.sqrt(share * (1 - share))
+    fraction = 1 - dropped_steps(RATE) / 2**16
+    centred = (attention_mask(seeds, site_seed("h.0.attn"), 5, RATE) - fraction) / np.sqrt(fraction * (1 - fraction))
+    other = (attention_mask(seeds, site_seed("h.1.attn"), 5, RATE) - fraction) / np.sqrt(fraction * (1 - fraction))
     assert centred.shape == (8, 5, TOKENS, TOKENS)
     products = {"mean": centred, "layers": centred * other, "transposed": centred * centred.swapaxes(2, 3)}
     products["transposed"] = products["transposed"][..., *np.triu_indices(TOKENS, 1)]
     products |= {f"axis {axis}": np.diff(centred, axis=axis) ** 2 - 2 for axis in range(4)}
-    assert {name: z_of(x) for name, x in products.items() if not name.startswith("axis") and abs(z_of(x)) > 4} == {}
+    scores = {name: z_score(x) for name, x in products.items() if not name.startswith("axis")}
+    assert {name: score for name, score in scores.items() if abs(score) > 4} == {}
     for axis in range(4):
-        near = centred.take(range(1, centred.shape[axis]), axis) * centred.take(range(centred.shape[axis] - 1), axis)
-        assert abs(z_of(near)) < 4.5, axis
+        product = centred.take(range(1, centred.shape[axis]), axis) * centred.take(range(centred.shape[axis] - 1), axis)
+        assert abs(z_score(product)) < 4.5, axis
 
 
 def test_a_mask_does_not_depend_on_its_neighbours():
-    """A row alone, further down, padded on the left, and shorter: the same tokens get the same masks."""
+    """The same tokens get the same masks in a single row, another row, with left padding and when truncated."""
     seeds = token_seeds(3, 1, np.array([[4], [9]]), np.arange(12))
     features, attention = feature_mask(seeds, 77, 10, 0.3), attention_mask(seeds, 77, 3, 0.3)
     padded = np.zeros((1, 20), np.int32)
@@ -137,7 +138,7 @@ def test_rates_are_multiples_of_a_step_and_the_scale_is_exact():
 
 
 def test_noise_is_uniform_and_independent():
-    """Its mean, its variance of 1/3 and its shares of ten equal parts; neighbours in feature, token and row."""
+    """Its mean, its variance of 1/3, a histogram of ten bins, and neighbours in feature, token and row."""
     tokens = token_seeds(42, 0, np.arange(ROWS)[:, None], POSITIONS)
     noise = feature_noise(tokens, site_seed("a"), FEATURES)
     assert noise.dtype == np.float32 and noise.shape == (ROWS, TOKENS, FEATURES)
@@ -148,5 +149,5 @@ def test_noise_is_uniform_and_independent():
     counts, expected = np.histogram(noise, 10, (-1, 1))[0], noise.size / 10
     assert ((counts - expected) ** 2 / expected).sum() < 40
     for pair in ((scaled[:, :, 1:], scaled[:, :, :-1]), (scaled[:, 1:], scaled[:, :-1]), (scaled[1:], scaled[:-1])):
-        assert abs(z_of(pair[0] * pair[1])) < 4
-    assert abs(z_of(scaled * np.sqrt(3) * feature_noise(tokens, site_seed("b"), FEATURES))) < 4
+        assert abs(z_score(pair[0] * pair[1])) < 4
+    assert abs(z_score(scaled * np.sqrt(3) * feature_noise(tokens, site_seed("b"), FEATURES))) < 4

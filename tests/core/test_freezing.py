@@ -1,4 +1,4 @@
-"""Which parameters patterns choose, and mistakes in them."""
+"""Selecting parameters by patterns, and mistakes in the patterns."""
 
 import pytest
 
@@ -8,20 +8,20 @@ from lmmods.core.settings import LoRA
 from lmmods.recipe.tasks.base import TaskFields
 
 NAMES = {"embed.weight": ["embed.weight", "lm_head.weight"],
-         **{name: [name] for number in (0, 1, 10)
-            for name in (f"layers.{number}.up.weight", f"layers.{number}.up.bias")},
+         **{name: [name] for index in (0, 1, 10)
+            for name in (f"layers.{index}.up.weight", f"layers.{index}.up.bias")},
          "norm.weight": ["norm.weight"]}
 
 
-@pytest.mark.parametrize(("trainable", "frozen", "wanted"), [
+@pytest.mark.parametrize(("trainable", "frozen", "expected"), [
     (None, ["embed", "bias$"], {"layers.0.up.weight", "layers.1.up.weight", "layers.10.up.weight", "norm.weight"}),
     ([r"layers\.1\."], None, {"layers.1.up.weight", "layers.1.up.bias"}),
     (["layers.1"], ["bias"], {"layers.1.up.weight", "layers.10.up.weight"}),
     (["lm_head", "norm"], None, {"embed.weight", "norm.weight"}),
     (None, ["lm_head", "layers"], {"norm.weight"}),
 ])
-def test_patterns_match_anywhere_in_any_name(trainable, frozen, wanted):
-    assert chosen(NAMES, trainable, frozen) == wanted
+def test_patterns_match_anywhere_in_any_name(trainable, frozen, expected):
+    assert chosen(NAMES, trainable, frozen) == expected
 
 
 @pytest.mark.parametrize(("trainable", "frozen", "message"), [
@@ -30,7 +30,7 @@ def test_patterns_match_anywhere_in_any_name(trainable, frozen, wanted):
     (None, ["^up"], r"model.frozen_parameters: '\^up' matches no parameter"),
     (["norm"], ["weight"], "matches all parameters that would train"),
 ])
-def test_patterns_without_effect_are_refused(trainable, frozen, message):
+def test_patterns_without_effect_are_rejected(trainable, frozen, message):
     with pytest.raises(UserError, match=message):
         chosen(NAMES, trainable, frozen)
 
@@ -41,7 +41,7 @@ def test_patterns_without_effect_are_refused(trainable, frozen, message):
     ({"trainable_parameters": ["a"], "lora": LoRA()}, "model.trainable_parameters is .*, but must be null with"),
     ({"frozen_parameters": ["a"], "adapter": "x"}, "model.frozen_parameters is .*, but must be null with model.lora"),
 ])
-def test_mistakes_in_a_recipe(changes, message):
+def test_invalid_pattern_settings_are_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         TaskFields(pretrained="x", **changes)
 

@@ -1,4 +1,4 @@
-"""Names of the hub that it does not give: one message, in seconds, from every place that loads something."""
+"""Hub ids that cannot be downloaded are one message, within seconds, from every command."""
 
 import http.server
 import json
@@ -19,11 +19,11 @@ ROWS = [{"instruction": f"Say a {n} times.", "output": "a " * (n % 5 + 1)} for n
 
 @pytest.fixture
 def online(monkeypatch, tmp_path):
-    """A process that has not asked the hub yet, with an empty cache; a function that says where the hub is."""
+    """Reset the hub state with an empty cache; return a function that sets the hub's address."""
     import datasets
 
     for name in hub.OFFLINE:
-        monkeypatch.setenv(name, "")  # so that what `work_offline` sets is undone
+        monkeypatch.setenv(name, "")  # so that changes by `work_offline` are undone
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -36,7 +36,7 @@ def online(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refused(online):
-    """A hub whose connection is refused."""
+    """Return the address of a hub that refuses connections."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -45,13 +45,13 @@ def refused(online):
 
 
 @contextmanager
-def hub_that_says(status: int, code: str | None = None):
-    """A hub that answers requests for files with a status; its address, and what it was asked for."""
-    asked = []
+def start_hub(status: int, code: str | None = None):
+    """Start a hub that answers file requests with a status; yield its address and the requested paths."""
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
-            asked.append(self.path)
+            requests.append(self.path)
             self.send_response(status if status >= 500 or "resolve" in self.path else 200)
             if code is not None:
                 self.send_header("X-Error-Code", code)
@@ -64,7 +64,7 @@ def hub_that_says(status: int, code: str | None = None):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
         server.shutdown()
 
 
@@ -79,13 +79,13 @@ COMMANDS = {
                                      ("fit", "jax", ("model.pretrained", "data.val_source")),
                                      ("inspect", "torch", ("model.pretrained",)), ("plan", "jax", ("model.config",)))
        for key in keys}}
-BUILDS = {"fit-model.pretrained-jax", "plan-model.config-jax"}  # an engine is imported for these, unless it is already
+BUILDS = {"fit-model.pretrained-jax", "plan-model.config-jax"}  # these import an engine
 
 
 @pytest.mark.parametrize("command", [pytest.param(name, marks=[pytest.mark.slow] if name in BUILDS else [])
                                      for name in COMMANDS])
-def test_every_command_says_at_once_that_the_hub_is_out_of_reach(refused, command, tmp_path, monkeypatch, llama_folder,
-                                                                 capsys, caplog):
+def test_every_command_reports_at_once_that_the_hub_is_unreachable(
+        refused, command, tmp_path, monkeypatch, llama_folder, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "recipe.json").write_text(json.dumps({
@@ -96,50 +96,50 @@ def test_every_command_says_at_once_that_the_hub_is_out_of_reach(refused, comman
     words += ["--model.pretrained", "null"] if "model.config" in command else []
     start = time.monotonic()
     assert main(words) == 2
-    took, said = time.monotonic() - start, capsys.readouterr()
-    [line] = [line for line in said.err.splitlines() if line]
+    seconds, output = time.monotonic() - start, capsys.readouterr()
+    [line] = [line for line in output.err.splitlines() if line]
     assert line.startswith("error: ") and f"the hub ({refused}) cannot be reached (Connection refused)" in line
     assert "no folder 'some/thing'" in line and "has nothing" in line and "HF_HUB_OFFLINE=1" in line
-    assert "repo_type" not in line and "Retry" not in said.err + said.out + caplog.text
-    assert took < 30  # of which nothing is waiting: the libraries alone waited for longer
+    assert "repo_type" not in line and "Retry" not in output.err + output.out + caplog.text
+    assert seconds < 30  # mostly imports; the retries of the libraries alone take longer
 
 
-def test_a_host_that_does_not_answer(online):
+def test_a_silent_host_is_reported_after_the_timeout_and_not_asked_again(online):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         online(f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.monotonic()
         with pytest.raises(UserError, match=r"cannot be reached \((no answer within 0.5 seconds|.*timed out)\)"):
-            load_a_model()
-        with pytest.raises(UserError):  # not asked again
-            load_a_model()
+            load_model_config()
+        with pytest.raises(UserError):  # no second request
+            load_model_config()
         assert time.monotonic() - start < 3
 
 
-def load_a_model(name="some/thing", **options):
+def load_model_config(name="some/thing", **options):
     from lmmods.core.hf_config import load_config
 
     return load_config(name, **options)
 
 
-def test_what_is_cached_is_used_and_what_lacks_is_named(refused, tmp_path, capsys, llama_folder):
-    place = tmp_path / "hub" / "models--some--thing"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("c0ffee")
-    snapshot = place / "snapshots" / "c0ffee"
+def test_cached_files_are_used_and_missing_ones_named(refused, tmp_path, capsys, llama_folder):
+    folder = tmp_path / "hub" / "models--some--thing"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("c0ffee")
+    snapshot = folder / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
-    assert load_a_model().model_type == "llama" and load_a_model().model_type == "llama"
+    assert load_model_config().model_type == "llama" and load_model_config().model_type == "llama"
     assert capsys.readouterr().out.count("using cached files") == 1
     from lmmods.data.encode.tokenizer import TokenizerOptions
 
     with pytest.raises(UserError, match=r"tokenizer: .* has config.json, which is not enough \(\w+"):
         assert TokenizerOptions("some/thing").loaded
     with pytest.raises(UserError, match=r"has other revisions \(c0ffee\).*--revision v2"):
-        load_a_model(revision="v2")
+        load_model_config(revision="v2")
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_weights_that_are_not_cached(refused, engine, tmp_path, llama_folder):
+def test_missing_weights_in_the_cache_are_reported(refused, engine, tmp_path, llama_folder):
     snapshot = tmp_path / "hub" / "models--thing" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text((llama_folder / "config.json").read_text())
@@ -156,40 +156,40 @@ def test_weights_that_are_not_cached(refused, engine, tmp_path, llama_folder):
             _local("thing", None)
 
 
-def test_whoever_set_the_hub_offline_is_told_by_what(online, monkeypatch, capsys):
+def test_an_error_names_the_variable_that_set_the_hub_offline(online, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not asked, as HF_HUB_OFFLINE is set"):
-        load_a_model()
+        load_model_config()
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("status", "code", "said"), [
+@pytest.mark.parametrize(("status", "code", "message"), [
     (503, None, r"cannot be reached \(it answers with status 503\)"),
     (401, "RepoNotFound", "no model of this name, or a private one"), (403, "GatedRepo", "it is gated. Accept"),
     (404, "RevisionNotFound", "this model has no revision 'v2'")])
-def test_what_the_hub_answers(online, monkeypatch, status, code, said):
-    with hub_that_says(status, code) as (address, asked):
+def test_error_statuses_of_the_hub_are_explained(online, monkeypatch, status, code, message):
+    with start_hub(status, code) as (address, requests):
         online(address)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
                             address + "/{repo_id}/resolve/{revision}/{filename}")
-        with pytest.raises(UserError, match=said):
-            load_a_model(revision="v2")
-        assert len(asked) <= 3 and (status != 503 or asked == ["/"])
+        with pytest.raises(UserError, match=message):
+            load_model_config(revision="v2")
+        assert len(requests) <= 3 and (status != 503 or requests == ["/"])
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "some/.thing", "two words"])
-def test_what_is_neither_folder_nor_id(online, name):
+def test_a_name_that_is_neither_folder_nor_hub_id_is_an_error(online, name):
     with pytest.raises(UserError, match=f"there is no folder '{name}', and a hub id has the form owner/name"):
-        load_a_model(name)
+        load_model_config(name)
 
 
-def test_addresses_on_the_hub(refused):
+def test_hub_file_addresses_report_an_unreachable_hub(refused):
     from lmmods.data.read.source_reader import find_files
 
     with pytest.raises(UserError, match=r"hf://datasets/a/b/c.jsonl: the hub .* cannot be reached .*use its pa"):
         find_files("hf://datasets/a/b/c.jsonl")
 
 
-def test_no_wait_for_a_network_that_is_silent():
+def test_waiting_for_the_network_ends_after_the_timeout():
     assert hub.without_answer(lambda: time.sleep(1) or "", 0.05) == "no answer within 0.05 seconds"

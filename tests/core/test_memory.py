@@ -1,4 +1,4 @@
-"""The memory of a step: whether it fits, and one sentence that says how this is known."""
+"""The memory of a step: whether it fits, and the sentence that reports it."""
 
 import math
 
@@ -7,58 +7,58 @@ import pytest
 from lmmods.core.memory import CHUNK_BYTES_GPU, GIB, NF4_BYTES, Step, StepMemory, Widths, cache_bytes, estimate_step
 
 
-def memory(needed: float, available: float = 2 * GIB, **others) -> StepMemory:
+def make_memory(needed: float, available: float = 2 * GIB, **others) -> StepMemory:
     return StepMemory({"parameters": needed / 2, "activations": needed / 2}, available, "compiled by XLA", **others)
 
 
-@pytest.mark.parametrize(("found", "fits", "said"), [
-    (memory(GIB), True, "about 1.00 GiB of 2.00 GiB for a step, compiled by XLA"),
-    (memory(2 * GIB), True, "about 2.00 GiB of 2.00 GiB for a step, compiled by XLA"),
-    (memory(3 * GIB), False, "about 3.00 GiB of 2.00 GiB for a step, compiled by XLA"),
-    (memory(3 * GIB, math.inf), True, "about 3.00 GiB for a step, compiled by XLA"),
-    (memory(3 * GIB, trusts_compiler=True), True, "about 3.00 GiB of 2.00 GiB for a step, compiled by XLA"),
-    (memory(GIB / 1024, refusal="no room"), False, "about 0.000977 GiB of 2.00 GiB for a step, compiled by XLA"),
-    (memory(GIB, refusal="no room", trusts_compiler=True), False,
+@pytest.mark.parametrize(("memory", "fits", "text"), [
+    (make_memory(GIB), True, "about 1.00 GiB of 2.00 GiB for a step, compiled by XLA"),
+    (make_memory(2 * GIB), True, "about 2.00 GiB of 2.00 GiB for a step, compiled by XLA"),
+    (make_memory(3 * GIB), False, "about 3.00 GiB of 2.00 GiB for a step, compiled by XLA"),
+    (make_memory(3 * GIB, math.inf), True, "about 3.00 GiB for a step, compiled by XLA"),
+    (make_memory(3 * GIB, trusts_compiler=True), True, "about 3.00 GiB of 2.00 GiB for a step, compiled by XLA"),
+    (make_memory(GIB / 1024, refusal="no room"), False, "about 0.000977 GiB of 2.00 GiB for a step, compiled by XLA"),
+    (make_memory(GIB, refusal="no room", trusts_compiler=True), False,
      "about 1.00 GiB of 2.00 GiB for a step, compiled by XLA")])
-def test_one_sentence_says_what_fits_and_how_it_is_known(found, fits, said):
-    assert (found.fits, str(found)) == (fits, said)
+def test_the_report_gives_needed_and_available_memory_and_the_method(memory, fits, text):
+    assert (memory.fits, str(memory)) == (fits, text)
 
 
 @pytest.mark.parametrize(("block", "gap", "fits", "tight"), [
     (0.7, 1.0, True, False), (0.9, 1.0, True, True), (1.1, 1.0, False, False), (0.9, math.inf, True, False)])
-def test_a_part_that_must_be_one_block(block, gap, fits, tight):
-    found = memory(GIB, block=block * GIB, gap=gap * GIB)
-    assert (found.fits, found.is_tight) == (fits, tight)
-    piece = f"; {block:.2f} GiB of it must be one block, and the largest free block has 1.00 GiB"
-    assert str(found).endswith(piece if tight or not fits else "compiled by XLA")
-    assert not memory(3 * GIB, block=0.9 * GIB, gap=GIB).is_tight  # which does not fit anyway
+def test_a_contiguous_block_must_fit_the_largest_free_block(block, gap, fits, tight):
+    estimate = make_memory(GIB, block=block * GIB, gap=gap * GIB)
+    assert (estimate.fits, estimate.is_tight) == (fits, tight)
+    suffix = f"; {block:.2f} GiB of it must be one block, and the largest free block has 1.00 GiB"
+    assert str(estimate).endswith(suffix if tight or not fits else "compiled by XLA")
+    assert not make_memory(3 * GIB, block=0.9 * GIB, gap=GIB).is_tight  # it does not fit anyway
 
 
 SMALL = Widths(2, 16, 48, 12, 6, vocabulary=100)
 
 
-@pytest.mark.parametrize(("changes", "kept", "rest"), [
-    # normed inputs, attention's four, the norms' inputs in float32, and the MLP's four; for each of two blocks
+@pytest.mark.parametrize(("changes", "saved", "states"), [
+    # for each of two blocks: norm outputs, attention's four, norm inputs in float32, and the MLP's four
     ({}, 2 * (2 * (2 * 16 + 2 * 12 + 2 * 6 + 4 * 48) + 4 * 2 * 16), 4 * 250 * 3),
     ({"param_bytes": 2}, 2 * (2 * (2 * 16 + 2 * 12 + 2 * 6 + 4 * 48) + 4 * 2 * 16), 2 * 250 * 3),
     ({"runs": "compiled", "param_bytes": 2}, 2 * 2 * (4 * 16 + 2 * 12 + 2 * 6 + 3 * 48), 2 * 250 * 3),
-    # a block's input, and all of one block
+    # the block inputs, and everything of one block
     ({"checkpointing": True, "runs": "compiled", "param_bytes": 2}, 2 * (2 * 16 + 4 * 16 + 2 * 12 + 2 * 6 + 3 * 48),
      2 * 250 * 3),
-    # as much for the gradients of one block, and gradients added up in float32
+    # the same for the gradients of one block, and gradients summed in float32
     ({"runs": "scanned", "param_bytes": 2, "sums_gradients": True}, 3 * 2 * (4 * 16 + 2 * 12 + 2 * 6 + 3 * 48),
      2 * 250 * 3 + 4 * 250)])
-def test_the_estimate_by_hand(changes, kept, rest):
-    """Weights, gradient and AdamW's two moments, what blocks keep, and the residual stream."""
+def test_the_estimate_equals_a_calculation_by_hand(changes, saved, states):
+    """Weights, gradients, AdamW's two moments, saved activations and the residual stream."""
     step = Step(250, "adamw", **{"checkpointing": False, "compute_bytes": 2, **changes})
-    found = estimate_step(SMALL, 1000, step, 10, available=GIB)
-    copies = 2 * 250 if step.is_mixed else 0  # of the weights that train, in 16 bits
-    assert found.needed == 1000 + rest + copies + 10 * (kept + 4 * 16 * 2)
-    assert found.fits and found.method == "counted from the configuration"
+    estimate = estimate_step(SMALL, 1000, step, 10, available=GIB)
+    copies = 2 * 250 if step.is_mixed else 0  # 16-bit copies of trained weights
+    assert estimate.needed == 1000 + states + copies + 10 * (saved + 4 * 16 * 2)
+    assert estimate.fits and estimate.method == "counted from the configuration"
 
 
-def test_the_loss_by_hand():
-    """Logits and their softmax of a chunk of positions, and the gradient of a head that trains, in float32."""
+def test_the_memory_of_the_loss_equals_a_calculation_by_hand():
+    """Logits and softmax of one chunk, and the gradient of a trained head, in float32."""
     def loss(num_tokens, **changes):
         return estimate_step(SMALL, 0, Step(1, "sgd", False, 2, **changes), num_tokens, GIB).parts["loss"]
 
@@ -78,18 +78,18 @@ WEIGHTS = {"7B": 6_476_005_376 * NF4_BYTES + 2 * 262_410_240, "8B": 2 * 8_030_26
 @pytest.mark.parametrize(("shape", "runs", "tokens", "measured"), [
     ("7B", "eager", 4096, 26.3), ("7B", "scanned", 4096, 22.7), ("8B", "compiled", 8192, 50.5),
     ("1B", "compiled", 16_384, 30.0), ("1B", "scanned", 16_384, 30.9)])
-def test_the_estimate_is_near_what_an_h100_has_measured(shape, runs, tokens, measured):
-    """QLoRA, LoRA and full training of Llama's shapes in bf16-true, in GiB; adapters' other ranks differ by 0.5 %."""
+def test_the_estimate_is_near_measurements_on_an_h100(shape, runs, tokens, measured):
+    """QLoRA, LoRA and full fine-tuning of Llama's shapes in bf16-true, in GiB; other adapter ranks differ by 0.5 %."""
     trained = ADAPTERS.get(shape, 1_235_814_400)
     step = Step(trained, "adamw", False, 2, 2, runs, in_full=shape == "1B", chunk_bytes=CHUNK_BYTES_GPU,
                 trained_head=128_256 * 2048 if shape == "1B" else 0)
     weights = WEIGHTS[shape] + (2 * trained if shape in ADAPTERS else 0)
-    found = estimate_step(SHAPES[shape], weights, step, tokens, available=80 * GIB)
-    assert found.needed / GIB == pytest.approx(measured, rel=0.06)
+    estimate = estimate_step(SHAPES[shape], weights, step, tokens, available=80 * GIB)
+    assert estimate.needed / GIB == pytest.approx(measured, rel=0.06)
 
 
-def test_keys_and_values_of_layers_that_differ():
-    """A window of 5 tokens, a wide layer whose one head serves all queries, and layers that have none of their own."""
+def test_the_cache_of_models_with_different_layers_is_counted():
+    """A window of 5 tokens, a wide layer with one key-value head, and layers that share keys and values."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING["gemma4_text"](
@@ -101,4 +101,4 @@ def test_keys_and_values_of_layers_that_differ():
         num_hidden_layers=4, head_dim=6, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=6,
         linear_key_head_dim=5, linear_value_head_dim=7, linear_conv_kernel_dim=3)
     state = 4 * 6 * 5 * 7 + 2 * (2 * 2 * 5 + 6 * 7) * 2
-    assert cache_bytes(linear, 9, 2) == 3 * state + 2 * 2 * 9 * 2 * 6  # keys and values in the last layer alone
+    assert cache_bytes(linear, 9, 2) == 3 * state + 2 * 2 * 9 * 2 * 6  # only the last layer has keys and values

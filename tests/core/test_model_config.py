@@ -1,4 +1,4 @@
-"""A model's configuration as a recipe changes it: what transformers takes, and what is told of what it does not."""
+"""A model's configuration with changes of a recipe, and errors for fields that transformers rejects."""
 
 import json
 
@@ -10,7 +10,7 @@ from lmmods.core.hf_config import known_fields, load_config, parts_left_out, sav
 from tests.image_models import KINDS
 
 
-@pytest.mark.parametrize(("fields", "told"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"model_type": "gpt2", "n_head": "abc"}, "GPT2Config.*n_head.*expected int, got str"),
     ({"model_type": "bert", "max_position_embeddings": {"a": 1}}, "max_position_embeddings.*expected int, got dict"),
     ({"model_type": "llama", "hidden_size": -5}, "hidden size .-5. is not a multiple"),
@@ -20,24 +20,24 @@ from tests.image_models import KINDS
     ({"model_type": "llama", 7: 3}, "LlamaConfig has no field 7"),
     ({"hidden_size": 64}, "model_type is None"),
 ])
-def test_fields_that_do_not_fit_are_named(fields, told):
-    with pytest.raises(UserError, match=told):
+def test_invalid_configuration_fields_are_named(fields, message):
+    with pytest.raises(UserError, match=message):
         load_config(fields)
 
 
-@pytest.mark.parametrize(("overrides", "told"), [
+@pytest.mark.parametrize(("overrides", "message"), [
     ({"hidden_size": "x"}, "model.config_overrides.hidden_size.*expected int, got str"),
     ({"hidden_size": None}, "got NoneType"),
     ({"hiden_size": 1}, "model.config_overrides: LlamaConfig has no field 'hiden_size'. Did you mean hidden_size"),
 ])
-def test_changed_fields_that_do_not_fit_are_named(overrides, told, llama_folder):
-    with pytest.raises(UserError, match=told):
+def test_invalid_configuration_overrides_are_named(overrides, message, llama_folder):
+    with pytest.raises(UserError, match=message):
         load_config(str(llama_folder), overrides)
 
 
-# Families whose networks read `head_dim`, but whose configurations do not declare it.
+# The models of these families read `head_dim`, but their configurations do not declare it.
 @pytest.mark.parametrize("model_type", ["granite", "olmo2", "phi3", "qwen2", "qwen3_moe", "smollm3", "starcoder2"])
-def test_what_the_network_reads_may_be_set(model_type, tmp_path):
+def test_an_undeclared_field_that_the_model_reads_may_be_set(model_type, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,10 +54,10 @@ def test_what_the_network_reads_may_be_set(model_type, tmp_path):
 
 
 @pytest.mark.parametrize(("fields", "is_read"), [
-    ({"model_type": "llama", "classifier_dropout": 0.5}, True),  # by a head that model types share
+    ({"model_type": "llama", "classifier_dropout": 0.5}, True),  # read by a shared head
     ({"model_type": "bert", "head_dim": 16}, False), ({"model_type": "gpt2", "head_dim": 16}, False),
     ({"model_type": "bert", "hidden_dropout": 0.5}, False)])
-def test_what_only_other_networks_read_is_refused(fields, is_read):
+def test_a_field_that_only_other_models_read_is_rejected(fields, is_read):
     if is_read:
         assert load_config(fields).classifier_dropout == 0.5
     else:
@@ -71,15 +71,15 @@ def test_what_only_other_networks_read_is_refused(fields, is_read):
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 50.0}},
      {"rope_theta": 50.0, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}),
 ])
-def test_rotary_positions_of_a_recipe(fields, rope, llama_folder):
-    kept = ("rope_theta", *rope)
-    assert {name: load_config({"model_type": "llama", **fields}).rope_parameters[name] for name in kept} == rope
+def test_rope_settings_of_a_recipe_are_normalised(fields, rope, llama_folder):
+    names = ("rope_theta", *rope)
+    assert {name: load_config({"model_type": "llama", **fields}).rope_parameters[name] for name in names} == rope
     changed = load_config(str(llama_folder), fields).rope_parameters
     limit = {"original_max_position_embeddings": load_config(str(llama_folder)).max_position_embeddings}
-    assert {name: changed[name] for name in kept} == rope | (limit if "yarn" in rope.values() else {})
+    assert {name: changed[name] for name in names} == rope | (limit if "yarn" in rope.values() else {})
 
 
-def test_rotary_positions_by_type_of_layer(tmp_path):
+def test_rope_overrides_apply_to_full_attention_layers_only(tmp_path):
     load_config({"model_type": "gemma3_text", "num_hidden_layers": 2}).save_pretrained(tmp_path)
     for overrides, full in (({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
                             ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -87,18 +87,18 @@ def test_rotary_positions_by_type_of_layer(tmp_path):
         changed = load_config(str(tmp_path), overrides).rope_parameters
         assert changed["full_attention"] == full
         assert changed["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
-    own = {"sliding_attention": {"rope_type": "default", "rope_theta": 3.0}}
-    assert load_config(str(tmp_path), {"rope_parameters": own}).rope_parameters == {
-        "full_attention": {"rope_type": "default", "rope_theta": 1e6}, **own}
+    override = {"sliding_attention": {"rope_type": "default", "rope_theta": 3.0}}
+    assert load_config(str(tmp_path), {"rope_parameters": override}).rope_parameters == {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6}, **override}
 
 
-@pytest.mark.parametrize(("fields", "told"), [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"rope_parameters": {"rope_type": "yarnn", "factor": 2.0}}, "'yarnn' is not a rope_type. Known: default, dynamic"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
 ])
-def test_rotary_positions_that_cannot_be_are_refused(fields, told, llama_folder):
+def test_invalid_rope_settings_are_rejected(fields, message, llama_folder):
     for source, overrides in (({"model_type": "llama", **fields}, None), (str(llama_folder), fields)):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             load_config(source, overrides)
     with pytest.raises(UserError, match="rope_scaling is 4.0, but must be a mapping"):
         load_config(str(llama_folder), {"rope_scaling": 4.0})
@@ -108,13 +108,13 @@ def test_rotary_positions_that_cannot_be_are_refused(fields, told, llama_folder)
 
 @pytest.mark.parametrize("content", ["", "not json", "[]", "{}", '{"model_type": 3}', '{"model_type": "nothing"}',
                                      '{"model_type": "llama", "hidden_size": "x"}'])
-def test_a_damaged_folder_is_named(content, tmp_path):
+def test_a_damaged_config_json_is_named(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=f"{tmp_path}/config.json cannot be used: ."):
         load_config(str(tmp_path))
 
 
-def test_a_mapping_takes_what_it_leaves_out_from_the_defaults(llama_folder):
+def test_fields_missing_in_a_mapping_come_from_the_defaults(llama_folder):
     config = load_config({"model_type": "llama", "hidden_size": 64}, {"num_attention_heads": 2},
                          defaults={"vocab_size": 77, "pad_token_id": None, "hidden_size": 32})
     assert (config.vocab_size, config.hidden_size, config.num_attention_heads, config.head_dim) == (77, 64, 2, 32)
@@ -123,7 +123,7 @@ def test_a_mapping_takes_what_it_leaves_out_from_the_defaults(llama_folder):
     assert known_fields(load_config(str(llama_folder)))["max_position_embeddings"] == saved["max_position_embeddings"]
 
 
-def test_impossible_network_sizes_are_errors(recipe, llama_folder, capfd):
+def test_impossible_model_sizes_are_errors(recipe, llama_folder, capfd):
     sizes = {"model_type": "gpt2", "n_embd": -1, "n_head": 1, "n_layer": 1}
     arguments = recipe(model__init_args__pretrained=None, model__init_args__config=sizes,
                        model__init_args__quantize=None, model__init_args__lora=None,
@@ -133,22 +133,23 @@ def test_impossible_network_sizes_are_errors(recipe, llama_folder, capfd):
 
 
 @pytest.mark.parametrize("key", ["mmlu.name", "samples.every_n_steps", "checkpoint.keep_last"])
-def test_null_where_a_value_is_needed_is_an_error(recipe, key, capfd):
+def test_null_for_a_required_value_is_an_error(recipe, key, capfd):
     assert main(["fit", *recipe(**{key.replace(".", "__"): None})]) == 2
-    assert f"{key} is " in (said := capfd.readouterr().err) and "but must be set" in said
+    assert f"{key} is " in (error := capfd.readouterr().err) and "but must be set" in error
 
 
-def whole_config(model_type, folder, **fields):
-    """The folder with the configuration of a model of images and text."""
+def save_image_text_config(model_type, folder, **fields):
+    """Save the configuration of an image-text model and return the folder."""
     from transformers import CONFIG_MAPPING
 
     CONFIG_MAPPING[model_type](**KINDS[model_type] | fields).save_pretrained(folder)
     return str(folder)
 
 
-def test_of_a_configuration_with_images_the_text_is_read(tmp_path):
+def test_the_text_part_of_an_image_text_configuration_is_read(tmp_path):
     codes = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    folder = whole_config("qwen3_5", tmp_path, quantization_config=codes, architectures=["Qwen3_5ForCausalLM"])
+    folder = save_image_text_config("qwen3_5", tmp_path, quantization_config=codes,
+                                    architectures=["Qwen3_5ForCausalLM"])
     config = load_config(folder, {"num_hidden_layers": 3})
     assert (config.model_type, config.num_hidden_layers) == ("qwen3_5_text", 3)
     assert config.tie_word_embeddings and saved_quantization(config) == "nf4"
@@ -156,18 +157,18 @@ def test_of_a_configuration_with_images_the_text_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("model_type", "fields"), [
-    ("gemma3", {"architectures": ["Gemma3ForSequenceClassification"]}),  # with a head for labels
-    ("llama", {}), ("qwen3_vl", {})])  # without other parts; without a class for the text alone
-def test_other_configurations_are_read_whole(model_type, fields, tmp_path):
+    ("gemma3", {"architectures": ["Gemma3ForSequenceClassification"]}),  # with a classification head
+    ("llama", {}), ("qwen3_vl", {})])  # without other parts; without a text-only class
+def test_configurations_without_a_text_model_are_read_as_they_are(model_type, fields, tmp_path):
     from transformers import CONFIG_MAPPING
 
     CONFIG_MAPPING[model_type](**fields).save_pretrained(tmp_path)
     assert load_config(str(tmp_path)).model_type == model_type and parts_left_out(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("name", "wanted"), [
+@pytest.mark.parametrize(("name", "expected"), [
     ("language_model.model.norm.weight", "model.norm.weight"), ("language_model.lm_head.weight", "lm_head.weight"),
     ("model.language_model.norm.weight", "model.norm.weight"), ("lm_head.weight", "lm_head.weight"),
     ("model.visual.norm.weight", None), ("vision_tower.norm.weight", None), ("mtp.norm.weight", None)])
-def test_names_of_the_text(name, wanted):
-    assert text_name(name) == wanted
+def test_parameter_names_map_to_those_of_the_text_model(name, expected):
+    assert text_name(name) == expected

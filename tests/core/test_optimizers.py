@@ -1,4 +1,4 @@
-"""The table of optimisers: each engine's factories, and what the table says of torch's own states."""
+"""The table of optimisers: the factories of both engines, and the entries and sizes of torch's states."""
 
 import ast
 from pathlib import Path
@@ -14,8 +14,8 @@ from lmmods.torch_engine.nn.optim import FACTORIES, build_optimizer
 ROOT = Path(__file__).parents[2]
 
 
-def stepped(name, dtype=torch.float32):
-    """A hidden matrix and a bias after a step, with their optimiser."""
+def take_step(name, dtype=torch.float32):
+    """Return settings, optimiser and parameters (a hidden matrix and a bias) after one step."""
     params = {"layers.0.weight": torch.nn.Parameter(torch.ones(256, 256, dtype=dtype)),
               "layers.0.bias": torch.nn.Parameter(torch.ones(256, dtype=dtype))}
     settings = Optimizer(name=name, momentum=0.9, betas=[0.8, 0.95], eps=1e-6)
@@ -26,34 +26,34 @@ def stepped(name, dtype=torch.float32):
     return settings, optimizer, params
 
 
-def test_each_optimiser_has_its_factories():
+def test_each_optimiser_has_a_factory_in_both_engines():
     assert FACTORIES.keys() == OPTIMIZERS.keys()
     assert RULES.keys() == {name for name, spec in OPTIMIZERS.items() if not spec.is_bitsandbytes} | {"lion"}
     assert SHARDABLE == ["adamw", "sgd"]
 
 
-def test_an_optimiser_is_named_in_its_entry_and_its_factories_alone():
-    """No other file compares or looks up its name; the default of recipes and names of other programs are no such."""
+def test_only_the_tables_mention_optimisers_by_name():
+    """Except the default of recipes and names in other programs."""
     tables = ["lmmods/core/optimizers.py", "lmmods/torch_engine/nn/optim.py", "jax_engine/optim.py",
               "lmmods/recipe/foreign_keys.py"]
     for path in [path for folder in ("lmmods", "jax_engine") for path in (ROOT / folder).rglob("*.py")]:
         if str(path.relative_to(ROOT)) not in tables:
-            texts = {node.value for node in ast.walk(ast.parse(path.read_text()))
-                     if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-            assert not texts & (OPTIMIZERS.keys() - {"adamw"}), path
+            strings = {node.value for node in ast.walk(ast.parse(path.read_text()))
+                       if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            assert not strings & (OPTIMIZERS.keys() - {"adamw"}), path
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_checkpoints_have_the_entries_of_torch(name):
-    settings, optimizer, params = stepped(name)
-    own = {"params", "lr", "weight_decay", "initial_lr"}
+def test_checkpoint_entries_equal_those_of_torch(name):
+    settings, optimizer, params = take_step(name)
+    skipped = {"params", "lr", "weight_decay", "initial_lr"}
     for group in optimizer.param_groups:
-        entries = {key: value for key, value in group.items() if key not in own}
+        entries = {key: value for key, value in group.items() if key not in skipped}
         if settings.spec.has_matrix_rule and group["params"][0].ndim == 2:
             assert entries == settings.muon_options
         else:
             table = {**settings.options, **settings.spec.group}
-            # Of bitsandbytes' groups, which have more entries in some of its versions.
+            # In some versions, bitsandbytes' groups have more entries.
             assert entries.items() <= table.items() if name == "lion" else entries == table
     state = optimizer.state[params["layers.0.bias"]]
     entries = {key: value for key, value in state.items() if not (torch.is_tensor(value) and value.ndim)}
@@ -62,12 +62,12 @@ def test_checkpoints_have_the_entries_of_torch(name):
         assert key == "RMS" or (entries[key] == value and isinstance(entries[key], int) == isinstance(value, int))
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])  # less for matrices
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])  # smaller for matrices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_of_a_state_are_those_of_torch(name, dtype):
-    settings, optimizer, params = stepped(name, dtype)
+def test_state_sizes_equal_those_of_torch(name, dtype):
+    settings, optimizer, params = take_step(name, dtype)
     matrix = params["layers.0.weight"]
-    found = sum(value.nbytes for key, value in optimizer.state[matrix].items()
-                if torch.is_tensor(value) and value.ndim and not key.startswith("qmap"))  # code books, which all share
-    wanted = settings.spec.bytes_per_parameter(matrix.itemsize) * matrix.numel()
-    assert wanted <= found <= 1.02 * wanted
+    num_bytes = sum(value.nbytes for key, value in optimizer.state[matrix].items()
+                    if torch.is_tensor(value) and value.ndim and not key.startswith("qmap"))  # shared code books
+    expected = settings.spec.bytes_per_parameter(matrix.itemsize) * matrix.numel()
+    assert expected <= num_bytes <= 1.02 * expected

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-import torch.utils.cpp_extension  # noqa: F401 - its import may say that there is no CUDA, which is no part of a message
+import torch.utils.cpp_extension  # noqa: F401 - its import may print that CUDA is missing
 import yaml
 from lightning.pytorch import loggers, profilers
 
