@@ -1,4 +1,4 @@
-"""Processes that watch each other: what the others do where one of them is killed, fails, or ends."""
+"""Processes that watch each other: what the others do if one is killed, fails or exits."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.peers import Peers, Rendezvous, check_address, check_environment, check_timeout
 from tests.forks import Fork, environments, train
 
-# A process: it meets the others through a file, says that it works, and goes on as its last argument says.
+# One process: it finds the others through a file, marks itself as ready, and ends as its argument says.
 PROCESS = """
 import json, os, pathlib, signal, sys, time
 from lmmods.core import peers
@@ -60,53 +60,54 @@ with watch.end_together():
 GONE = "killed, or its machine cannot be reached. The other processes exit. --ckpt_path auto resumes from the last"
 
 
-def ends(folder: Path, *how: str, timeout: int = 30) -> tuple[list[int], list[str]]:
-    """Statuses and last lines of three processes that end so; it takes them less than ten seconds.
+def run_processes(folder: Path, *endings: str, timeout: int = 30) -> tuple[list[int], list[str]]:
+    """Return exit statuses and last lines of processes that end in these ways, within ten seconds.
 
-    Those that are stopped go on when those before them have ended.
+    A hanging process continues when the ones before it have exited.
     """
     processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(folder), end, str(timeout)], text=True,
                                   stderr=subprocess.PIPE, env={**os.environ, "MASTER_ADDR": "127.0.0.1"})
-                 for rank, end in enumerate(how)]
-    said = []
+                 for rank, end in enumerate(endings)]
+    outputs = []
     try:
-        for process, end in zip(processes, how):
-            if end == "hangs" and said:
+        for process, end in zip(processes, endings):
+            if end == "hangs" and outputs:
                 process.send_signal(signal.SIGCONT)
-            said.append(process.communicate(timeout=10)[1].strip())
+            outputs.append(process.communicate(timeout=10)[1].strip())
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], [text.split("\n")[-1] for text in said]
+    return [process.returncode for process in processes], [text.split("\n")[-1] for text in outputs]
 
 
-def test_the_first_tells_which_are_lost(tmp_path):
-    statuses, said = ends(tmp_path, "waits", "misses", "dies")
+def test_the_first_process_reports_which_process_is_lost(tmp_path):
+    statuses, outputs = run_processes(tmp_path, "waits", "misses", "dies")
     assert statuses == [75, 75, -9]
-    assert said[0].startswith("error: Lost process 2 on ") and GONE in said[0] and said[1:] == ["", ""]
+    assert outputs[0].startswith("error: Lost process 2 on ") and GONE in outputs[0] and outputs[1:] == ["", ""]
 
 
-def test_two_are_told_of_together(tmp_path):
-    statuses, (said, *_) = ends(tmp_path, "misses", "dies", "dies")
-    assert statuses == [75, -9, -9] and "process 1 on " in said.replace("2 on", "1 on") and said.count(" (PID ") == 2
+def test_two_lost_processes_are_reported_together(tmp_path):
+    statuses, (output, *_) = run_processes(tmp_path, "misses", "dies", "dies")
+    assert statuses == [75, -9, -9]
+    assert "process 1 on " in output.replace("2 on", "1 on") and output.count(" (PID ") == 2
 
 
-def test_all_tell_where_the_first_is_lost(tmp_path):
-    statuses, said = ends(tmp_path, "dies", "waits", "misses")
+def test_all_processes_report_the_loss_of_the_first(tmp_path):
+    statuses, outputs = run_processes(tmp_path, "dies", "waits", "misses")
     assert statuses == [-9, 75, 75]
-    assert all(text.startswith("error: Lost process 0 on ") and GONE in text for text in said[1:])
+    assert all(text.startswith("error: Lost process 0 on ") and GONE in text for text in outputs[1:])
 
 
-def test_a_process_that_is_stopped_is_told(tmp_path):
-    """The others live, and wait for longer than the limit; it ends, too, as soon as it can."""
-    statuses, said = ends(tmp_path, "waits", "waits", "hangs", timeout=2)
-    assert statuses == [75, 75, 75] and said[1:] == ["", ""]
-    assert said[0].startswith("error: No heartbeat from process 2 on ") and "for 2 seconds: it or" in said[0]
+def test_a_stopped_process_is_reported_as_missing_its_heartbeat(tmp_path):
+    """The others exit after the timeout, and the stopped process as soon as it continues."""
+    statuses, outputs = run_processes(tmp_path, "waits", "waits", "hangs", timeout=2)
+    assert statuses == [75, 75, 75] and outputs[1:] == ["", ""]
+    assert outputs[0].startswith("error: No heartbeat from process 2 on ") and "for 2 seconds: it or" in outputs[0]
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="Linux's way of keeping words back")
-def test_the_last_word_is_heard_though_others_are_unread():
-    """A connection that is closed with words unread is reset, and loses what waits to be sent."""
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="needs TCP_CORK of Linux")
+def test_the_last_message_arrives_despite_unread_data():
+    """Closing a connection with unread data resets it and loses data that waits to be sent."""
     process = """
 import select, socket, sys
 from lmmods.core.peers import Connection, Peers
@@ -122,25 +123,25 @@ peers._end(75)
         connection = server.accept()[0]
         connection.sendall(b"alive\n")
         connection.settimeout(10)
-        heard = b"".join(iter(lambda: connection.recv(4096), b""))
+        received = b"".join(iter(lambda: connection.recv(4096), b""))
         connection.close()
-    assert (heard, child.wait(10)) == (b"75\n", 75)
+    assert (received, child.wait(10)) == (b"75\n", 75)
 
 
-def test_a_process_that_fails_takes_the_others_along(tmp_path, monkeypatch):
-    statuses, said = ends(tmp_path, "waits", "fails", "waits")
-    assert statuses == [1, 1, 1] and said[1] == "RuntimeError: of this process"
-    assert said[0].startswith("error: Process 1 on ") and said[0].endswith("failed, so this process exits.")
+def test_a_failing_process_ends_the_others(tmp_path, monkeypatch):
+    statuses, outputs = run_processes(tmp_path, "waits", "fails", "waits")
+    assert statuses == [1, 1, 1] and outputs[1] == "RuntimeError: of this process"
+    assert outputs[0].startswith("error: Process 1 on ") and outputs[0].endswith("failed, so this process exits.")
 
 
-@pytest.mark.parametrize(("end", "status", "said"), [("done", 0, ""),
-                                                     ("mistaken", 1, "lmmods.core.errors.UserError: of all processes"),
-                                                     ("stopped", 1, "lmmods.core.signals.Interrupted: at once")])
-def test_processes_that_end_alike_say_nothing_of_each_other(tmp_path, end, status, said):
-    assert ends(tmp_path, end, end, end) == ([status] * 3, [said] * 3)
+@pytest.mark.parametrize(("end", "status", "output"), [
+    ("done", 0, ""), ("mistaken", 1, "lmmods.core.errors.UserError: of all processes"),
+    ("stopped", 1, "lmmods.core.signals.Interrupted: at once")])
+def test_processes_that_end_alike_do_not_report_each_other(tmp_path, end, status, output):
+    assert run_processes(tmp_path, end, end, end) == ([status] * 3, [output] * 3)
 
 
-def test_nobody_is_watched_alone_or_without_a_limit():
+def test_a_single_process_and_a_null_timeout_need_no_watch():
     for size, timeout in ((1, 30), (8, None)):
         peers = Peers()
         with peers.end_together():
@@ -149,18 +150,18 @@ def test_nobody_is_watched_alone_or_without_a_limit():
         check_timeout(1)
 
 
-def test_a_stranger_is_no_process(tmp_path):
-    """Somebody connects to the port and goes."""
-    peers, found = Peers(), []
-    peers.connect_all(0, 2, found.append, 30)
-    with socket.create_connection(("127.0.0.1", found[0][1])) as stranger:
+def test_a_foreign_connection_is_closed(tmp_path):
+    """A foreign program connects to the port and leaves."""
+    peers, addresses = Peers(), []
+    peers.connect_all(0, 2, addresses.append, 30)
+    with socket.create_connection(("127.0.0.1", addresses[0][1])) as stranger:
         stranger.settimeout(10)
         stranger.sendall(b"hello 1 on elsewhere\n")
         assert stranger.recv(1) == b""
     peers._leave("done")
 
 
-@pytest.mark.parametrize(("environment", "wanted"), [
+@pytest.mark.parametrize(("environment", "expected"), [
     ({}, None),
     ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
     ({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, (3, "a", 29502, False)),
@@ -173,10 +174,10 @@ def test_a_stranger_is_no_process(tmp_path):
       "SLURM_JOB_ID": "123456"}, (5, "gpu03", 15000 + 3456 + 2, False)),
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a-1,a-2", "SLURM_JOB_ID": "7777"},
      (0, "a-1", 15000 + 7777 + 2, False))])
-def test_where_processes_meet_is_read_from_what_their_launcher_has_set(environment, wanted):
+def test_the_rendezvous_is_read_from_the_environment_of_the_launcher(environment, expected):
     point = Rendezvous.from_environment(environment)
-    found = point and (point.rank, point.host, point.port, point.launcher is not None)
-    assert found == wanted
+    values = point and (point.rank, point.host, point.port, point.launcher is not None)
+    assert values == expected
     if point:
         assert Rendezvous.from_environment({**environment, "MASTER_ADDR": "elsewhere"}).token != point.token
 
@@ -199,55 +200,56 @@ with Peers.current().end_together():
 """
 
 
-def early(folder: Path, *how: str) -> list[subprocess.Popen]:
-    """Processes that no library will ever connect."""
+def start_early(folder: Path, *endings: str) -> list[subprocess.Popen]:
+    """Start processes that wait to be connected by a library."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return [subprocess.Popen(
         [sys.executable, "-c", EARLY, end, str(folder)], text=True, stderr=subprocess.PIPE,
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(how)),
-             "RANK": str(rank)}) for rank, end in enumerate(how)]
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(endings)),
+             "RANK": str(rank)}) for rank, end in enumerate(endings)]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_one_that_is_killed_before_they_have_met_is_missed(tmp_path, lost):
-    processes = early(tmp_path, "waits", "waits", "waits")
+def test_a_process_killed_before_connecting_is_reported(tmp_path, lost):
+    processes = start_early(tmp_path, "waits", "waits", "waits")
     deadline = time.monotonic() + 30
     while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1)  # the others have found the first
+    time.sleep(1)  # the others have connected to the first
     processes[lost].kill()
-    said = [process.communicate(timeout=20)[1] for process in processes]
+    outputs = [process.communicate(timeout=20)[1] for process in processes]
     assert [process.returncode for process in processes] == [-9 if rank == lost else 75 for rank in range(3)]
-    assert f"error: Lost process {lost} on {socket.gethostname()} (PID {processes[lost].pid}): killed" in said[1 - lost]
+    message = f"error: Lost process {lost} on {socket.gethostname()} (PID {processes[lost].pid}): killed"
+    assert message in outputs[1 - lost]
 
 
-def test_a_refusal_of_the_first_alone_reaches_those_that_wait_to_be_connected(tmp_path):
-    first, second = early(tmp_path, "refuses", "waits")
+def test_an_error_of_the_first_process_ends_those_that_wait_for_it(tmp_path):
+    first, second = start_early(tmp_path, "refuses", "waits")
     assert "UserError: of this process alone" in first.communicate(timeout=30)[1] and first.returncode == 1
-    said = second.communicate(timeout=30)[1]
+    output = second.communicate(timeout=30)[1]
     assert second.returncode == 1
-    assert f"error: Process 0 on {socket.gethostname()} (PID {first.pid}) failed" in said
+    assert f"error: Process 0 on {socket.gethostname()} (PID {first.pid}) failed" in output
 
 
-@pytest.mark.parametrize("refusing", [0, 1])
-def test_a_refusal_reaches_those_that_come_later(tmp_path, refusing):
-    """Tasks of one job do not start at the same moment."""
-    how = ("refuses at once", "comes late") if refusing == 0 else ("comes late", "refuses at once")
-    processes = early(tmp_path, *how)
-    said = [process.communicate(timeout=30)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1], said
-    assert f"error: Process {refusing} on " in said[1 - refusing] and "of this process alone" in said[refusing]
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_ends_processes_that_start_later(tmp_path, failing):
+    """Tasks of one job may start at different times."""
+    endings = ("refuses at once", "comes late") if failing == 0 else ("comes late", "refuses at once")
+    processes = start_early(tmp_path, *endings)
+    outputs = [process.communicate(timeout=30)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert f"error: Process {failing} on " in outputs[1 - failing] and "of this process alone" in outputs[failing]
 
 
-def test_a_fork_does_not_keep_the_connections_of_a_dead_process_open(tmp_path):
-    """Workers that read data outlive their parent's kill by seconds, and longer where they are busy."""
+def test_a_fork_does_not_keep_connections_of_a_dead_process_open(tmp_path):
+    """Data workers outlive a killed parent by seconds, or longer if they are busy."""
     program = EARLY.replace("    pathlib.Path", "    if os.environ['RANK'] == '0' and os.fork() == 0:\n"
                             "        time.sleep(8)\n        os._exit(0)\n    pathlib.Path")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "EARLY", program)
-        first, second = early(tmp_path, "waits", "waits")
+        first, second = start_early(tmp_path, "waits", "waits")
     deadline = time.monotonic() + 30
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -259,14 +261,14 @@ def test_a_fork_does_not_keep_the_connections_of_a_dead_process_open(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "99999"), ("WORLD_SIZE", "two"),
                                              ("RANK", "-1"), ("LOCAL_RANK", "0.5"), ("NODE_RANK", "²")])
-def test_what_a_launcher_sets_is_a_number(name, value):
+def test_invalid_launcher_variables_are_rejected(name, value):
     check_environment({"MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": ""})
     with pytest.raises(UserError, match=rf"environment variable {name} is '{re.escape(value)}', but must be an int"):
         check_environment({name: value})
 
 
 @pytest.mark.parametrize("host", ["no-such-machine.invalid", "x" * 80, "a..b"])
-def test_a_first_machine_that_nobody_knows_is_named(host):
+def test_an_unknown_master_address_is_an_error(host):
     check_address("localhost", 29500)
     with pytest.raises(UserError, match=f"cannot meet at {host}, port 29501: .* Set MASTER_ADDR to an"):
         check_address(host, 29501, patience=0)
@@ -274,15 +276,16 @@ def test_a_first_machine_that_nobody_knows_is_named(host):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "distance"), [("torch", 0), ("jax", 1)])
-def test_a_port_that_another_program_has_is_named(engine, distance, recipe):
-    environment, other = environments(2)
+def test_a_port_in_use_is_an_error(engine, distance, recipe):
+    environment, second_environment = environments(2)
     port = int(environment["MASTER_PORT"]) + distance
     with socket.socket() as taken:
         taken.bind(("", port))
         taken.listen()
         arguments = recipe(engine=engine, trainer__strategy="ddp", trainer__devices=2 if engine == "torch" else 1)
-        fork, _ = (Fork(train, "fit", *arguments, **own, LOCAL_RANK=own["RANK"], NODE_RANK="0")
-                   for own in (environment, other))
-        said = fork.communicate()
-    assert fork.returncode == 2 and "Traceback" not in said, said
-    assert re.search(f"error: The processes of this run cannot meet at 127.0.0.1, port {port}: .*in use", said), said
+        fork, _ = (Fork(train, "fit", *arguments, **variables, LOCAL_RANK=variables["RANK"], NODE_RANK="0")
+                   for variables in (environment, second_environment))
+        output = fork.communicate()
+    assert fork.returncode == 2 and "Traceback" not in output, output
+    message = f"error: The processes of this run cannot meet at 127.0.0.1, port {port}: .*in use"
+    assert re.search(message, output), output

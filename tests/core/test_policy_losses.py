@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning against the formulas of their papers, token by token in numpy's float64."""
+"""Policy losses against the formulas of their papers, token by token in numpy with float64."""
 
 import itertools
 from types import SimpleNamespace
@@ -17,49 +17,49 @@ JAX = SimpleNamespace(exp=jnp.exp, where=jnp.where, stop_gradient=jax.lax.stop_g
 N, T = 8, 7
 RNG = np.random.default_rng(0)
 LOGPS = RNG.uniform(-4, -0.1, (N, T))
-MOVED = np.array([0.6, -0.6, -0.6, 0.6, 0.0, 0.0, 0.6, 0.0])  # log-ratio of a row; the first two are clipped
+MOVED = np.array([0.6, -0.6, -0.6, 0.6, 0.0, 0.0, 0.6, 0.0])  # log-ratio per row; the first two are clipped
 OLD = LOGPS - MOVED[:, None] + RNG.normal(0, 0.2, (N, T))
 REFERENCE = LOGPS + RNG.normal(0, 0.5, (N, T))
 SAMPLER_WEIGHTS = RNG.uniform(0.5, 2, (N, T))
 ADVANTAGES = np.array([1.5, -0.7, 0.4, -1.2, 0.9, -2.0, 0.0, 1.0])
 MASK = np.zeros((N, T))
-for row, drawn in enumerate(([2, 3, 4], [0, 1, 2, 3, 4, 5, 6], [6], [1, 2, 5, 6], [3, 4, 5], [2, 3], [1, 2, 3], [])):
-    MASK[row, drawn] = 1  # the fourth row with tokens of another in between, the last one without any
+for row, sampled in enumerate(([2, 3, 4], [0, 1, 2, 3, 4, 5, 6], [6], [1, 2, 5, 6], [3, 4, 5], [2, 3], [1, 2, 3], [])):
+    MASK[row, sampled] = 1  # row 3 has a gap between its tokens, the last row has no tokens
 
 SETTINGS = [dict(loss=loss, ratio=ratio, beta=beta, use_bias_correction_kl=corrected, epsilon_high=high,
                  max_new_tokens=20)
             for loss, ratio, (beta, corrected), high in itertools.product(
                 LOSSES, ("token", "sequence"), ((0.0, True), (0.3, True), (0.3, False)), (None, 0.35))]
-FLAGS = list(itertools.product((True, False), (True, False)))  # old log-probabilities, sampler weights
+FLAGS = list(itertools.product((True, False), (True, False)))  # has old log-probabilities, has sampler weights
 
 
-def names(settings: dict) -> str:
+def settings_id(settings: dict) -> str:
     return "-".join(map(str, settings.values()))
 
 
-def arrays(settings: dict, has_old: bool = True, weighted: bool = True) -> dict[str, np.ndarray | None]:
+def make_arguments(settings: dict, has_old: bool = True, weighted: bool = True) -> dict[str, np.ndarray | None]:
     return {"mask": MASK, "advantages": ADVANTAGES, "old": OLD if has_old else None,
             "reference": REFERENCE if settings["beta"] else None,
             "sampler_weights": SAMPLER_WEIGHTS if weighted else None}
 
 
-def in_torch(settings: dict, given: dict, logps: torch.Tensor, rows=slice(None)):
-    given = {key: None if value is None else torch.tensor(value[rows], dtype=logps.dtype)
-             for key, value in given.items()}
-    return PolicyLoss(**settings).of_rows(TORCH, logps, **given)
+def compute_in_torch(settings: dict, arguments: dict, logps: torch.Tensor, rows=slice(None)):
+    arguments = {key: None if value is None else torch.tensor(value[rows], dtype=logps.dtype)
+                 for key, value in arguments.items()}
+    return PolicyLoss(**settings).of_rows(TORCH, logps, **arguments)
 
 
-def by_token(settings: dict, given: dict, logps: np.ndarray = LOGPS) -> tuple:
-    """Loss, weight and metrics of each row, one token after the other."""
+def compute_by_token(settings: dict, arguments: dict, logps: np.ndarray = LOGPS) -> tuple:
+    """Return loss, weight and metrics of each row, computed token by token."""
     s = PolicyLoss(**settings)
     totals, weights = np.zeros(N), np.zeros(N)
     metrics = {name: np.zeros((N, 2)) for name in s.metric_names}
     for n in range(N):
-        at = np.flatnonzero(given["mask"][n])
+        at = np.flatnonzero(arguments["mask"][n])
         if not len(at):
             continue
-        a = given["advantages"][n]
-        change = logps[n] - given["old"][n] if given["old"] is not None else np.zeros(T)
+        a = arguments["advantages"][n]
+        change = logps[n] - arguments["old"][n] if arguments["old"] is not None else np.zeros(T)
         of_row = np.exp(change[at].mean())
         for t in at:
             r = of_row if s.ratio == "sequence" else np.exp(change[t])
@@ -70,15 +70,15 @@ def by_token(settings: dict, given: dict, logps: np.ndarray = LOGPS) -> tuple:
             else:
                 high = 1 + (s.epsilon if s.epsilon_high is None else s.epsilon_high)
                 value = -min(r * a, np.clip(r, low, high) * a)
-            if given["sampler_weights"] is not None:
-                value *= given["sampler_weights"][n, t]
-            share = 1 / len(at) if s.ratio == "sequence" else 1
-            metrics["ratio"][n] += share * r, share
-            metrics["clip_ratio/high"][n] += share * (r > high and a > 0), share
+            if arguments["sampler_weights"] is not None:
+                value *= arguments["sampler_weights"][n, t]
+            fraction = 1 / len(at) if s.ratio == "sequence" else 1
+            metrics["ratio"][n] += fraction * r, fraction
+            metrics["clip_ratio/high"][n] += fraction * (r > high and a > 0), fraction
             if s.loss != "cispo":
-                metrics["clip_ratio/low"][n] += share * (r < low and a < 0), share
+                metrics["clip_ratio/low"][n] += fraction * (r < low and a < 0), fraction
             if s.beta:
-                d = given["reference"][n, t] - logps[n, t]
+                d = arguments["reference"][n, t] - logps[n, t]
                 kl = (np.exp(d) - d - 1) * (r if s.use_bias_correction_kl else 1)
                 value += s.beta * kl
                 metrics["kl"][n] += kl, 1
@@ -88,169 +88,170 @@ def by_token(settings: dict, given: dict, logps: np.ndarray = LOGPS) -> tuple:
     return totals, weights, metrics
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
-def test_a_loss_is_its_formula(settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_a_policy_loss_equals_its_formula(settings):
     for has_old, weighted in FLAGS:
-        given = arrays(settings, has_old, weighted)
-        total, weight, metrics = in_torch(settings, given, torch.tensor(LOGPS))
-        wanted = by_token(settings, given)
-        np.testing.assert_allclose(total, wanted[0], rtol=1e-12, atol=1e-14)
-        np.testing.assert_array_equal(weight, wanted[1])
+        arguments = make_arguments(settings, has_old, weighted)
+        total, weight, metrics = compute_in_torch(settings, arguments, torch.tensor(LOGPS))
+        expected = compute_by_token(settings, arguments)
+        np.testing.assert_allclose(total, expected[0], rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(weight, expected[1])
         assert tuple(metrics) == PolicyLoss(**settings).metric_names
-        for name, values in wanted[2].items():
+        for name, values in expected[2].items():
             np.testing.assert_allclose(torch.stack(metrics[name], dim=1), values, rtol=1e-12, atol=1e-14, err_msg=name)
 
 
-def test_the_rows_reach_both_clips():
-    """Else the formulas would agree without them."""
+def test_the_test_rows_reach_both_clip_bounds():
+    """Otherwise the formulas would agree without clipping."""
     for ratio in ("token", "sequence"):
         for loss in ("dapo", "cispo"):
             settings = {"loss": loss, "ratio": ratio, "beta": 0.0, "epsilon_high": 0.35 if loss == "dapo" else 1.1}
-            metrics = by_token(settings, arrays(settings))[2]
+            metrics = compute_by_token(settings, make_arguments(settings))[2]
             for name in metrics.keys() - {"ratio"}:
                 total, weight = metrics[name].sum(0)
                 assert 0 < total < weight, (ratio, loss, name)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
-def test_gradients_are_equal_on_both_engines(settings):
-    given = arrays(settings)
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_policy_gradients_are_equal_on_both_engines(settings):
+    arguments = make_arguments(settings)
     logps = torch.tensor(LOGPS, dtype=torch.float32, requires_grad=True)
-    total, *_ = in_torch(settings, given, logps)
+    total, *_ = compute_in_torch(settings, arguments, logps)
     total.sum().backward()
 
-    def summed(logps):
-        lent = {key: None if value is None else jnp.asarray(value, jnp.float32) for key, value in given.items()}
-        return PolicyLoss(**settings).of_rows(JAX, logps, **lent)[0].sum()
+    def sum_losses(logps):
+        jax_arguments = {key: None if value is None else jnp.asarray(value, jnp.float32)
+                         for key, value in arguments.items()}
+        return PolicyLoss(**settings).of_rows(JAX, logps, **jax_arguments)[0].sum()
 
-    found = jax.jit(jax.grad(summed))(jnp.asarray(LOGPS, jnp.float32))
-    np.testing.assert_allclose(found, logps.grad, rtol=2e-6, atol=2e-7)
+    gradient = jax.jit(jax.grad(sum_losses))(jnp.asarray(LOGPS, jnp.float32))
+    np.testing.assert_allclose(gradient, logps.grad, rtol=2e-6, atol=2e-7)
     assert (logps.grad[MASK == 0] == 0).all() and logps.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("settings", [case for case in SETTINGS if case["loss"] != "cispo"], ids=names)
-def test_gradients_are_those_of_differences(settings):
-    """But for cispo, whose ratio has none: see below."""
+@pytest.mark.parametrize("settings", [case for case in SETTINGS if case["loss"] != "cispo"], ids=settings_id)
+def test_policy_gradients_equal_finite_differences(settings):
+    """Except cispo, whose ratio has no gradient; see below."""
     logps = torch.tensor(LOGPS, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: in_torch(settings, arrays(settings), x)[0], (logps,))
+    assert torch.autograd.gradcheck(lambda x: compute_in_torch(settings, make_arguments(settings), x)[0], (logps,))
 
 
-@pytest.mark.parametrize("settings", [case for case in SETTINGS if case["loss"] == "cispo"], ids=names)
+@pytest.mark.parametrize("settings", [case for case in SETTINGS if case["loss"] == "cispo"], ids=settings_id)
 def test_the_ratio_of_cispo_is_a_constant_weight(settings):
     logps = torch.tensor(LOGPS, requires_grad=True)
-    given = arrays(settings | {"beta": 0.0})
-    in_torch(settings | {"beta": 0.0, "use_bias_correction_kl": True}, given, logps)[0].sum().backward()
+    arguments = make_arguments(settings | {"beta": 0.0})
+    compute_in_torch(settings | {"beta": 0.0, "use_bias_correction_kl": True}, arguments, logps)[0].sum().backward()
     change = LOGPS - OLD
     if settings["ratio"] == "sequence":
         change = np.broadcast_to((change * MASK).sum(1, keepdims=True) / np.maximum(MASK.sum(1, keepdims=True), 1),
                                  (N, T))
-    greatest = settings["epsilon_high"] or 5.0
-    wanted = -np.minimum(np.exp(change), greatest) * ADVANTAGES[:, None] * SAMPLER_WEIGHTS * MASK
-    np.testing.assert_allclose(logps.grad, wanted, rtol=1e-12)
+    max_ratio = settings["epsilon_high"] or 5.0
+    expected = -np.minimum(np.exp(change), max_ratio) * ADVANTAGES[:, None] * SAMPLER_WEIGHTS * MASK
+    np.testing.assert_allclose(logps.grad, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_on_policy_it_is_the_policy_gradient_with_a_baseline(loss, ratio):
-    """Williams 1992: every ratio is 1, and the gradient is that of -A log p."""
+def test_on_policy_the_gradient_is_the_policy_gradient_with_a_baseline(loss, ratio):
+    """Williams 1992: every ratio is 1, and the gradient equals that of -A log p."""
     settings = {"loss": loss, "ratio": ratio, "beta": 0.0, "max_new_tokens": 20}
     logps = torch.tensor(LOGPS, requires_grad=True)
-    total, weight, metrics = in_torch(settings, arrays(settings, has_old=False, weighted=False), logps)
+    total, weight, metrics = compute_in_torch(settings, make_arguments(settings, has_old=False, weighted=False), logps)
     total.sum().backward()
     lengths = np.maximum(MASK.sum(1, keepdims=True), 1)
-    shares = MASK / {"grpo": lengths, "dr_grpo": 20}.get(loss, 1)
-    np.testing.assert_allclose(logps.grad, -ADVANTAGES[:, None] * shares, rtol=1e-14)
+    weights = MASK / {"grpo": lengths, "dr_grpo": 20}.get(loss, 1)
+    np.testing.assert_allclose(logps.grad, -ADVANTAGES[:, None] * weights, rtol=1e-14)
     values = {name: (value.sum() / count.sum()).item() for name, (value, count) in metrics.items()}
     assert values == {"ratio": 1.0, "clip_ratio/high": 0.0, **({} if loss == "cispo" else {"clip_ratio/low": 0.0})}
 
 
 @pytest.mark.parametrize("bound", [0.0, 1.0])
-def test_a_ratio_at_its_bound_has_its_gradient(bound):
-    """With epsilon 0 every ratio of 1 is at both bounds, where gradients of minimum and maximum are halves."""
+def test_a_ratio_at_its_bound_keeps_its_full_gradient(bound):
+    """With epsilon 0, every ratio of 1 is at both bounds, where minimum and maximum could halve the gradient."""
     logps = torch.tensor(LOGPS, requires_grad=True)
     settings = {"loss": "dapo", "beta": 0.0, "epsilon": bound}
-    in_torch(settings, arrays(settings, has_old=False, weighted=False), logps)[0].sum().backward()
+    compute_in_torch(settings, make_arguments(settings, has_old=False, weighted=False), logps)[0].sum().backward()
     np.testing.assert_array_equal(logps.grad, -ADVANTAGES[:, None] * MASK)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
-def test_equal_rewards_leave_only_the_divergence(settings):
-    given = arrays(settings) | {"advantages": np.zeros(N)}
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_with_zero_advantages_only_the_kl_divergence_remains(settings):
+    arguments = make_arguments(settings) | {"advantages": np.zeros(N)}
     logps = torch.tensor(LOGPS, requires_grad=True)
-    total, *_ = in_torch(settings, given, logps)
+    total, *_ = compute_in_torch(settings, arguments, logps)
     total.sum().backward()
     assert (logps.grad.abs().sum() > 0) == (total.abs().sum() > 0) == (settings["beta"] > 0)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
-def test_the_sums_do_not_depend_on_the_cut(settings):
-    given = arrays(settings)
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_the_sums_do_not_depend_on_the_batch_split(settings):
+    arguments = make_arguments(settings)
 
     def sums(size):
-        found = [in_torch(settings, given, torch.tensor(LOGPS[at : at + size]), slice(at, at + size))
-                 for at in range(0, N, size)]
-        columns = [*zip(*((total, weight, *itertools.chain(*metrics.values())) for total, weight, metrics in found),
+        rows = [slice(start, start + size) for start in range(0, N, size)]
+        results = [compute_in_torch(settings, arguments, torch.tensor(LOGPS[part]), part) for part in rows]
+        columns = [*zip(*((total, weight, *itertools.chain(*metrics.values())) for total, weight, metrics in results),
                         strict=True)]
         return [torch.cat(column) for column in columns]
 
     for size in (4, 1):
-        for cut, whole in zip(sums(size), sums(N), strict=True):
-            np.testing.assert_allclose(cut, whole, rtol=1e-14, atol=1e-15)
+        for split, whole in zip(sums(size), sums(N), strict=True):
+            np.testing.assert_allclose(split, whole, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
-def test_rows_that_are_cut_across_processes_add_up(settings):
-    """As under context parallelism: each process has a part of the tokens, and knows sums over all of them."""
-    given, sent = arrays(settings), []
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
+def test_rows_split_across_processes_add_up(settings):
+    """As with context parallelism: each process has a part of the tokens, and sums over all of them."""
+    arguments, sums = make_arguments(settings), []
 
     def of_part(part, row_sums):
-        lent = {key: None if value is None else torch.tensor(value if value.ndim == 1 else value[:, part])
-                for key, value in given.items()}
-        return PolicyLoss(**settings).of_rows(TORCH, torch.tensor(LOGPS[:, part]), **lent, row_sums=row_sums)
+        part_arguments = {key: None if value is None else torch.tensor(value if value.ndim == 1 else value[:, part])
+                          for key, value in arguments.items()}
+        return PolicyLoss(**settings).of_rows(TORCH, torch.tensor(LOGPS[:, part]), **part_arguments, row_sums=row_sums)
 
     parts = slice(0, 4), slice(4, T)
-    for part in parts:  # nothing that is summed over processes depends on another such sum
-        sent.append([])
-        of_part(part, lambda x: sent[-1].append(x.sum(-1)) or x.sum(-1))
-    found = []
+    for part in parts:  # no sum over processes depends on another one
+        sums.append([])
+        of_part(part, lambda x: sums[-1].append(x.sum(-1)) or x.sum(-1))
+    results = []
     for part in parts:
-        received = iter([mine + others for mine, others in zip(*sent, strict=True)])
-        found.append(of_part(part, lambda x, received=received: next(received)))
-    total, weight, metrics = in_torch(settings, given, torch.tensor(LOGPS))
-    for whole, mine, others in ((total, found[0][0], found[1][0]), (weight, found[0][1], found[1][1]),
-                                *((metrics[name][i], found[0][2][name][i], found[1][2][name][i])
-                                  for name in metrics for i in (0, 1))):
-        np.testing.assert_allclose(mine + others, whole, rtol=1e-12, atol=1e-14)
+        received = iter([first + second for first, second in zip(*sums, strict=True)])
+        results.append(of_part(part, lambda x, received=received: next(received)))
+    total, weight, metrics = compute_in_torch(settings, arguments, torch.tensor(LOGPS))
+    for whole, first, second in ((total, results[0][0], results[1][0]), (weight, results[0][1], results[1][1]),
+                                 *((metrics[name][i], results[0][2][name][i], results[1][2][name][i])
+                                   for name in metrics for i in (0, 1))):
+        np.testing.assert_allclose(first + second, whole, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=names)
+@pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
 @pytest.mark.parametrize("filler", [np.nan, np.inf, -np.inf, -1e4])
-def test_what_is_not_drawn_counts_nowhere(settings, filler):
-    """Neither padding within a row nor a padding row, whatever numbers are there; gradients stay finite."""
-    given = arrays(settings)
+def test_tokens_that_were_not_sampled_have_no_effect(settings, filler):
+    """Neither padding in a row nor a padding row, whatever its values; gradients stay finite."""
+    arguments = make_arguments(settings)
 
-    def filled(values):
+    def fill(values):
         return None if values is None else np.where(MASK > 0, values, filler)
 
-    logps, plain = (torch.tensor(x, requires_grad=True) for x in (filled(LOGPS), LOGPS))
-    other = given | {key: filled(given[key]) for key in ("old", "reference", "sampler_weights")}
-    found, wanted = in_torch(settings, other, logps), in_torch(settings, given, plain)
-    found[0].sum().backward()
-    wanted[0].sum().backward()
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    logps, plain = (torch.tensor(x, requires_grad=True) for x in (fill(LOGPS), LOGPS))
+    filled_arguments = arguments | {key: fill(arguments[key]) for key in ("old", "reference", "sampler_weights")}
+    actual, expected = compute_in_torch(settings, filled_arguments, logps), compute_in_torch(settings, arguments, plain)
+    actual[0].sum().backward()
+    expected[0].sum().backward()
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
     assert torch.equal(logps.grad, plain.grad) and torch.isfinite(logps.grad).all()
-    for name, (value, count) in wanted[2].items():
-        assert torch.equal(found[2][name][0], value) and torch.equal(found[2][name][1], count), name
+    for name, (value, count) in expected[2].items():
+        assert torch.equal(actual[2][name][0], value) and torch.equal(actual[2][name][1], count), name
         assert value[-1] == count[-1] == 0  # the row without tokens
-    assert found[0][-1] == found[1][-1] == 0
+    assert actual[0][-1] == actual[1][-1] == 0
 
 
-def test_a_token_that_is_no_number_stays_one():
-    """A run ends on a loss that is not a number; no clip may hide it."""
+def test_a_nan_token_gives_a_nan_policy_loss():
+    """A run stops on a NaN loss, so clipping may not hide it."""
     for settings in SETTINGS:
         logps = torch.tensor(LOGPS)
         logps[0, 2] = torch.nan
-        assert torch.isnan(in_torch(settings, arrays(settings), logps)[0][0])
+        assert torch.isnan(compute_in_torch(settings, make_arguments(settings), logps)[0][0])
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -262,6 +263,6 @@ def test_a_token_that_is_no_number_stays_one():
     ({"beta": -0.1}, "model.beta is -0.1, but must be 0 or more"),
     ({"beta": float("nan")}, "model.beta is nan"), ({"use_bias_correction_kl": False}, "true with model.beta 0"),
     ({"max_new_tokens": 0}, "model.max_new_tokens is 0, but must be 1 or more")])
-def test_settings_of_a_policy_loss_that_mean_nothing_are_refused(settings, message):
+def test_invalid_policy_loss_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         PolicyLoss(**settings)

@@ -1,4 +1,4 @@
-"""Schedules against transformers' own, and settings that must be refused."""
+"""Schedules against those of transformers, and settings that are rejected."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lmmods.core.settings import Generation, LoRA, Optimizer, TokenLoss
 from lmmods.recipe.tasks.sft import SFTFields
 
 
-def theirs(name: str, warmup: int, steps: int) -> list[float]:
+def transformers_rates(name: str, warmup: int, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
     rates = []
@@ -21,15 +21,15 @@ def theirs(name: str, warmup: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 0.1])
-@pytest.mark.parametrize(("ours", "name"), [("linear", "linear"), ("cosine", "cosine"),
-                                            ("constant", "constant_with_warmup")])
-def test_schedule_equals_that_of_transformers(ours, name, warmup):
-    settings = Optimizer(lr=0.3, schedule=ours, warmup=warmup)
+@pytest.mark.parametrize(("schedule", "name"), [("linear", "linear"), ("cosine", "cosine"),
+                                                ("constant", "constant_with_warmup")])
+def test_a_schedule_equals_that_of_transformers(schedule, name, warmup):
+    settings = Optimizer(lr=0.3, schedule=schedule, warmup=warmup)
     rates = [settings.lr_at(step, 40) for step in range(40)]
-    assert rates == pytest.approx(theirs(name, 4 if warmup == 0.1 else warmup, 40), abs=1e-12)
+    assert rates == pytest.approx(transformers_rates(name, 4 if warmup == 0.1 else warmup, 40), abs=1e-12)
 
 
-def test_wsd_is_flat_then_falls_over_its_last_part():
+def test_wsd_is_constant_and_then_decays_in_its_last_part():
     settings = Optimizer(lr=1.0, schedule="wsd", warmup=2, decay=0.2, min_lr_ratio=0.1)
     rates = [settings.lr_at(step, 20) for step in range(21)]
     assert rates[:3] == [0.0, 0.5, 1.0]
@@ -56,12 +56,12 @@ def test_lr_zero_and_warmup_zero_are_honoured():
     (lambda: LoRA(rank=None), "lora.rank is null"),
     (lambda: Generation(max_new_tokens=None), "generation.max_new_tokens is null"),
 ])
-def test_impossible_settings_are_refused_by_name(make, key):
+def test_impossible_settings_are_rejected_by_name(make, key):
     with pytest.raises(UserError, match=key):
         make()
 
 
-def test_dynamic_fine_tuning_takes_no_label_smoothing():
+def test_dft_cannot_be_combined_with_label_smoothing():
     assert SFTFields(pretrained="x", dft=True, z_loss=1e-4).token_loss == TokenLoss(0.0, 1e-4, dft=True)
     with pytest.raises(UserError, match="model.label_smoothing is 0.1, but must be 0 with model.dft"):
         SFTFields(pretrained="x", dft=True, label_smoothing=0.1)

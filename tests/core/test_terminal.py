@@ -22,8 +22,8 @@ def screen():
 
 
 @contextmanager
-def on(screen):
-    """stdout and stderr of this process are on the screen. pytest sets both before each test."""
+def show_on(screen):
+    """Redirect stdout and stderr to the screen. pytest sets both before each test."""
     with pytest.MonkeyPatch.context() as patch, screen.open() as out, screen.open() as err:
         patch.setenv("TERM", "xterm")
         patch.setattr(progress_bar, "STEPS_MEASURED", 10**9)
@@ -33,8 +33,8 @@ def on(screen):
         assert (sys.stdout, sys.stderr) == (out, err) and not console.open_bars
 
 
-def test_messages_stand_above_the_bar(screen):
-    with on(screen):
+def test_messages_are_printed_above_the_bar(screen):
+    with show_on(screen):
         bar = Bar()
         bar.open("train", 1000, first="compiling")
         [line] = screen.look()
@@ -57,7 +57,7 @@ def test_messages_stand_above_the_bar(screen):
         bar.update(290, "loss 1.3")
         assert screen.look()[:-1] == above
         assert screen.look()[-1].startswith("train:  29%|") and len(screen.look()[-1]) < 30
-        screen.resize(0)  # a terminal that does not say
+        screen.resize(0)  # a terminal that does not report its width
         bar.update(300, "loss 1.2")
         assert "| 300/1000, 0:" in screen.look()[-1] and len(screen.look()[-1]) == 79
         bar.close()
@@ -65,43 +65,43 @@ def test_messages_stand_above_the_bar(screen):
         assert screen.look() == [*above, "the end"]
 
 
-def test_a_bar_without_steps_is_its_name(screen):
-    with on(screen):
+def test_a_bar_without_steps_shows_only_its_name(screen):
+    with show_on(screen):
         screen.resize(0)
         bar = Bar()
         bar.open("validate", 0)
         assert screen.look() == ["validate"]
-        bar.open("test", 4)  # in place of the other
+        bar.open("test", 4)  # replaces the other
         bar.update()
         assert len(screen.look()) == 1 and screen.look()[0].startswith("test:")
         bar.close()
         assert screen.look() == []
 
 
-def in_worker(path):
-    worker = multiprocessing.get_context("spawn").Process(target=say_on, args=(path,))
+def say_in_worker(path):
+    worker = multiprocessing.get_context("spawn").Process(target=say_into, args=(path,))
     worker.start()
     worker.join(60)
 
 
-def say_on(path):
+def say_into(path):
     with open(path, "w") as sys.stdout:
         say("a worker\nsays two lines")
 
 
-def in_process_of_lightning(path):
+def say_in_lightning_process(path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "1")
         patch.setattr(console, "open_bars", [])
         say("a worker\nsays two lines")
 
 
-@pytest.mark.parametrize("says", [in_worker, in_process_of_lightning])
-def test_messages_of_another_process_replace_the_bar_until_its_next_step(screen, says):
-    with on(screen):
+@pytest.mark.parametrize("print_lines", [say_in_worker, say_in_lightning_process])
+def test_messages_of_another_process_replace_the_bar_until_the_next_step(screen, print_lines):
+    with show_on(screen):
         bar = Bar()
         bar.open("train", 10)
-        says(screen.path)
+        print_lines(screen.path)
         assert screen.look() == ["a worker", "says two lines"]
         bar.update(1, "loss 2")
         lines = screen.look()
@@ -109,8 +109,8 @@ def test_messages_of_another_process_replace_the_bar_until_its_next_step(screen,
         bar.close()
 
 
-def test_a_log_file_gets_lines_also_beside_a_bar(screen, monkeypatch, tmp_path):
-    with on(screen), open(tmp_path / "log", "w") as log, monkeypatch.context() as patch:
+def test_a_log_file_gets_progress_lines_despite_a_bar_on_stderr(screen, monkeypatch, tmp_path):
+    with show_on(screen), open(tmp_path / "log", "w") as log, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", log)
         bar = Bar()
         bar.open("train", 100)
@@ -119,19 +119,19 @@ def test_a_log_file_gets_lines_also_beside_a_bar(screen, monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text().startswith("step 25/100  loss 1  memory ")
 
 
-def test_dumb_terminals_and_those_without_colour(screen, monkeypatch):
+def test_dumb_terminals_and_no_color_are_respected(screen, monkeypatch):
     with screen.open() as stream:
-        for settings, moves, colours in (({}, True, True), ({"TERM": "dumb"}, False, False),
-                                         ({"NO_COLOR": "1"}, True, False)):
+        for settings, has_cursor, has_colour in (({}, True, True), ({"TERM": "dumb"}, False, False),
+                                                 ({"NO_COLOR": "1"}, True, False)):
             with monkeypatch.context() as patch:
                 patch.setenv("TERM", "xterm")
                 patch.delenv("NO_COLOR", raising=False)
                 for name, value in settings.items():
                     patch.setenv(name, value)
-                assert (is_terminal(stream), shows_colour(stream)) == (moves, colours)
+                assert (is_terminal(stream), shows_colour(stream)) == (has_cursor, has_colour)
 
 
-def test_rows_are_marked_and_command_no_terminal():
+def test_rows_are_printed_with_marked_targets_and_no_control_characters():
     class Letters:
         def decode(self, ids):
             return "".join(map(chr, ids))

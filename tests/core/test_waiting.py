@@ -1,4 +1,4 @@
-"""How torch's threads wait: asleep next to other busy programs, unless the user has chosen."""
+"""How torch's threads wait: asleep next to other busy programs, unless the user chose otherwise."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ print(line is not None, os.environ.get("OMP_WAIT_POLICY"))
 
 @pytest.fixture
 def busy_programs():
-    """As many busy programs as this process may use cores, for as long as the test takes."""
+    """Run one busy program per usable core during the test."""
     command = [sys.executable, "-c", "import time\nend = time.time() + 60\nwhile time.time() < end: pass"]
     programs = [subprocess.Popen(command) for _ in range(num_cores())]
     yield
@@ -33,8 +33,8 @@ def busy_programs():
 
 
 def choose(**environment: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in (*CHOSEN_BY, "LOCAL_RANK")}
-    return subprocess.run([sys.executable, "-c", CHOOSE], cwd=ROOT, env={**kept, **environment}, check=True,
+    inherited = {name: value for name, value in os.environ.items() if name not in (*CHOSEN_BY, "LOCAL_RANK")}
+    return subprocess.run([sys.executable, "-c", CHOOSE], cwd=ROOT, env={**inherited, **environment}, check=True,
                           capture_output=True, text=True).stdout.strip()
 
 
@@ -44,11 +44,11 @@ def test_threads_sleep_next_to_busy_programs(busy_programs):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "1000"), ("OMP_NUM_THREADS", "1"), ("LOCAL_RANK", "0")])
-def test_the_user_or_a_launcher_chooses_first(name, value, busy_programs):
+def test_settings_of_the_user_or_a_launcher_take_precedence(name, value, busy_programs):
     assert choose(**{name: value}) == f"False {value if name == 'OMP_WAIT_POLICY' else None}"
 
 
-def test_busy_cores_are_those_of_this_process(busy_programs):
-    """All cores are busy by now, and no more than there are; the clock of the system ticks every 10 ms."""
+def test_the_number_of_busy_cores_is_measured(busy_programs):
+    """All cores are busy now, and never more than exist; the system clock ticks every 10 ms."""
     cores = num_cores()
     assert cores / 2 < busy_cores(5 * SECONDS) < cores * 1.1

@@ -1,4 +1,4 @@
-"""What Windows lacks is not missed: modules are imported without it, and a run folder is locked by its own means."""
+"""Windows: all modules can be imported without what it lacks, and run folders are locked with msvcrt."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 IMPORT_ALL = """
 import builtins, importlib, os, pkgutil, signal
 
-import datasets, lightning, peft, torch, transformers  # which know how to do without
+import datasets, lightning, peft, torch, transformers  # these support Windows
 
 import lmmods
 LACKING = {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "readline", "syslog", "curses"}
@@ -31,17 +31,17 @@ builtins.__import__ = import_on_windows
 for name in ("register_at_fork", "pread", "pwrite", "O_CLOEXEC"):
     delattr(os, name)
 del signal.SIGUSR1
-names = [found.name for found in pkgutil.walk_packages(lmmods.__path__, "lmmods.")]
+names = [module.name for module in pkgutil.walk_packages(lmmods.__path__, "lmmods.")]
 for name in names:
     importlib.import_module(name)
 print(len(names))
 """
-# Locks of msvcrt belong to a process and are of bytes, as POSIX has them too.
+# Locks of msvcrt are per process and byte, like those of POSIX.
 MSVCRT = """
 import fcntl, os, sys, types
 from pathlib import Path
 
-import psutil  # asks for msvcrt to know the system
+import psutil  # imports msvcrt to detect the system
 
 def locking(file, mode, count, lockf=fcntl.lockf):
     assert mode == "LK_NBLCK" and count == 1
@@ -87,8 +87,8 @@ except UserError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="there it needs no stand-ins")
-def test_every_module_is_imported_where_only_windows_has_it():
+@pytest.mark.skipif(sys.platform == "win32", reason="needs no stand-ins on Windows")
+def test_every_module_can_be_imported_without_what_windows_lacks():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) > 200
@@ -99,9 +99,9 @@ def start(program: str, folder: Path) -> subprocess.Popen:
                             stdout=subprocess.PIPE)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="test_lock tries the real ones")
+@pytest.mark.skipif(sys.platform == "win32", reason="test_lock.py tests the real locks")
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_folder_is_locked_without_fcntl(tmp_path, is_killed):
+def test_a_run_folder_is_locked_without_fcntl(tmp_path, is_killed):
     def attempt() -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-c", TRY, str(tmp_path / "run")], cwd=ROOT, capture_output=True,
                               text=True)
@@ -116,7 +116,7 @@ def test_a_folder_is_locked_without_fcntl(tmp_path, is_killed):
     assert attempt().returncode == 0
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="test_lock tries the real ones")
+@pytest.mark.skipif(sys.platform == "win32", reason="test_lock.py tests the real locks")
 def test_a_lock_is_waited_for_without_fcntl(tmp_path):
     with start(HOLD, tmp_path / "run") as holder:
         assert holder.stdout.readline() == "held\n"
@@ -128,6 +128,6 @@ def test_a_lock_is_waited_for_without_fcntl(tmp_path):
             assert other.stdout.readline() == "free\n"
 
 
-def test_windows_is_told_that_it_cannot_score_answers():
+def test_scoring_answers_on_windows_is_an_error():
     done = subprocess.run([sys.executable, "-c", SCORE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.strip().endswith("Train in WSL 2")
