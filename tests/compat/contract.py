@@ -4,12 +4,12 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 
-def mend(library: str, function: Callable) -> str:
-    """What a contract test says when it fails.
+def fix(library: str, function: Callable) -> str:
+    """Return the message of a failed contract test.
 
     Args:
-        library: Its name on the package index.
-        function: What of ours rests on the library's private part.
+        library: Name on the package index.
+        function: Our function that relies on private API of the library.
     """
     file = f"{function.__module__.replace('.', '/')}.py"
-    return f"{library} {version(library)} is not as {file}::{function.__qualname__} needs it: mend it there"
+    return f"{library} {version(library)} does not fit {file}::{function.__qualname__}: fix it there"

@@ -1,11 +1,11 @@
-"""What lmmods/torch_engine/strategies/deepspeed.py needs of deepspeed, read from its classes: no run, no processes."""
+"""Private API of DeepSpeed that lmmods/torch_engine/strategies/deepspeed.py uses, checked without a run."""
 
 import inspect
 
 import pytest
 
 from lmmods.torch_engine.strategies import deepspeed as compat
-from tests.compat.contract import mend
+from tests.compat.contract import fix
 
 pytest.importorskip("deepspeed")
 
@@ -20,18 +20,18 @@ def stages():
 
 @pytest.mark.parametrize(("stage", "name"), [(2, "single_partition_of_fp32_groups"),
                                              (3, "fp32_partitioned_groups_flat")])
-def test_flat_vectors(stages, stage, name):
-    assert f"self.{name} = []" in inspect.getsource(stages[stage].__init__), mend("deepspeed", compat.flat_vectors)
+def test_stages_have_their_flat_vectors(stages, stage, name):
+    assert f"self.{name} = []" in inspect.getsource(stages[stage].__init__), fix("deepspeed", compat.flat_vectors)
 
 
-def test_states_are_linked():
+def test_linking_optimiser_states_takes_these_arguments():
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    found = list(inspect.signature(lazy_init_hp_params_optimizer_state).parameters)
-    assert found == ["lp_param_list", "flat_hp_partition", "optimizer_state"], mend("deepspeed", compat.link_states)
+    parameters = list(inspect.signature(lazy_init_hp_params_optimizer_state).parameters)
+    assert parameters == ["lp_param_list", "flat_hp_partition", "optimizer_state"], fix("deepspeed", compat.link_states)
 
 
-def test_the_shard_of_a_parameter():
+def test_a_partitioned_parameter_has_its_shard():
     from deepspeed.runtime.zero import partition_parameters
 
-    assert "param.ds_tensor = " in inspect.getsource(partition_parameters), mend("deepspeed", compat.shard_size)
+    assert "param.ds_tensor = " in inspect.getsource(partition_parameters), fix("deepspeed", compat.shard_size)

@@ -1,4 +1,4 @@
-"""What `jax_engine.distributed` relies on."""
+"""Private API of JAX that jax_engine/distributed uses."""
 
 import socket
 
@@ -21,20 +21,20 @@ def leave_alone(port: str) -> None:
     print("left alone")
 
 
-def test_a_process_leaves_without_the_others():
+def test_a_process_detaches_without_the_others():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert "left alone" in together([str(port)], program=leave_alone)[0]
 
 
-@pytest.mark.parametrize("asked", [{}, {FRACTIONS[0]: "0.4"}, {FRACTIONS[1]: "0.4"}, {PREALLOCATE: "false"},
-                                   {PREALLOCATE: "0"}, {ALLOCATOR: "cuda_async"}], ids=str)
-def test_a_gpu_starts_with_the_pool_that_is_planned(monkeypatch, asked):
-    """By the options that JAX makes of the environment when it starts its client; 0.75 is XLA's own default."""
+@pytest.mark.parametrize("environment", [{}, {FRACTIONS[0]: "0.4"}, {FRACTIONS[1]: "0.4"}, {PREALLOCATE: "false"},
+                                         {PREALLOCATE: "0"}, {ALLOCATOR: "cuda_async"}], ids=str)
+def test_a_gpu_starts_with_the_planned_memory_pool(monkeypatch, environment):
+    """By the options that JAX derives from the environment when it starts its client; 0.75 is XLA's default."""
     for name in (*FRACTIONS, PREALLOCATE, ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
-    for name, value in asked.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     pool = Pool.from_environment()
     with larger_pool():

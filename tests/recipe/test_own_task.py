@@ -1,4 +1,4 @@
-"""A task whose files lie in a folder of its own is found everywhere, and no other file names it."""
+"""A task in its own files is available everywhere, and no other file names it."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from lmmods.recipe.tasks.base import CausalFields, TextDataFields, Usual
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RetellFields(CausalFields):
-    """Train a causal LM to go on from a first line.
+    """Train a causal LM to continue a first line.
 
     Args:
         patience: How long it listens.
@@ -105,7 +105,7 @@ class Retell(RetellFields, CausalTask):
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that runs a command of the program with the task of the folder, and returns status and output."""
+    """Return a function that runs a command with this task and returns status and output."""
     for package, text in FILES.items():
         (tmp_path / package).mkdir()
         (tmp_path / package / "retell.py").write_text(text.lstrip())
@@ -118,26 +118,26 @@ def run(tmp_path):
     return run
 
 
-def test_help_and_errors_know_it(run):
-    status, said = run("fit", "--help")
-    assert status == 0 and f"({TASKS})" in said
-    assert "\nmodel, for Retell:\n  --model.patience integer (default: 1)\n" in said
-    assert "\ndata, for Retell" in said and "Whose lines they are." in said
+def test_help_and_errors_include_a_task_in_its_own_files(run):
+    status, output = run("fit", "--help")
+    assert status == 0 and f"({TASKS})" in output
+    assert "\nmodel, for Retell:\n  --model.patience integer (default: 1)\n" in output
+    assert "\ndata, for Retell" in output and "Whose lines they are." in output
     assert run("fit", "--help", "model.voice")[1].startswith("  --model.voice string (default: low)\n")
     assert "Did you mean Retell?" in run("fit", "--model", "Retel", "--data", "RetellData")[1]
-    status, said = run("fit", "--model", "Retell", "--model.pretrained", "x", "--data", "RetellData", "--data.source",
-                       "y", "--trainer.max_steps", "1", "--model.patience", "0", "--data.telle", "z")
-    assert status == 2 and "--model.patience is 0, but must be 1 or more." in said
-    assert "--data.telle is not a key. Did you mean data.teller?" in said
+    status, output = run("fit", "--model", "Retell", "--model.pretrained", "x", "--data", "RetellData", "--data.source",
+                         "y", "--trainer.max_steps", "1", "--model.patience", "0", "--data.telle", "z")
+    assert status == 2 and "--model.patience is 0, but must be 1 or more." in output
+    assert "--data.telle is not a key. Did you mean data.teller?" in output
     assert f"--task one of {TASKS}, or null" in run("new", "--help")[1]
 
 
 @pytest.mark.slow
-def test_it_is_written_trained_resumed_and_described(run, tmp_path, llama_folder):
+def test_a_task_in_its_own_files_can_be_created_trained_and_resumed(run, tmp_path, llama_folder):
     rows = [{"text": f"Line {n}.\nOne more for {n}.", "teller": "me"} for n in range(300)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, said = run("new", "mine", "--model", str(llama_folder), "--data", "rows.jsonl", "--memory", "8")
-    assert status == 0, said
+    status, output = run("new", "mine", "--model", str(llama_folder), "--data", "rows.jsonl", "--memory", "8")
+    assert status == 0, output
     recipe = read_recipe(tmp_path / "mine.yaml")
     assert (recipe["model"]["class_path"], recipe["data"]["class_path"]) == ("Retell", "RetellData")
     assert recipe["trainer"]["max_epochs"] == 7 and recipe["model"]["init_args"]["optimizer"]["lr"] == 3e-4
@@ -145,18 +145,18 @@ def test_it_is_written_trained_resumed_and_described(run, tmp_path, llama_folder
     small = ["--config", "mine.yaml", "--trainer.accelerator", "cpu", "--trainer.max_epochs", "null",
              "--trainer.limit_val_batches", "0", "--checkpoint.every_n_steps", "1"]
     for engine in ("torch", "jax"):
-        status, said = run("fit", *small, "--engine", engine, "--trainer.default_root_dir", engine,
-                           "--trainer.max_steps", "2")
-        assert status == 0, said
+        status, output = run("fit", *small, "--engine", engine, "--trainer.default_root_dir", engine,
+                             "--trainer.max_steps", "2")
+        assert status == 0, output
         assert "Retold with patience 1." in (tmp_path / engine / "model" / "README.md").read_text()
     resumed = [*small, "--trainer.default_root_dir", "torch", "--trainer.max_steps", "3", "--ckpt_path", "last"]
-    status, said = run("fit", *resumed, "--model.patience", "2")
-    assert status == 2 and "model.patience" in said
-    status, said = run("fit", *resumed, "--model.voice", "high")
-    assert status == 0 and "model.voice" in said, said
-    # A file that a run of this task writes is no data for it.
+    status, output = run("fit", *resumed, "--model.patience", "2")
+    assert status == 2 and "model.patience" in output
+    status, output = run("fit", *resumed, "--model.voice", "high")
+    assert status == 0 and "model.voice" in output, output
+    # A run may not read a file that it overwrites.
     (tmp_path / "third").mkdir()
     (tmp_path / "third" / "retold.json").write_text((tmp_path / "rows.jsonl").read_text())
-    status, said = run("fit", *small, "--trainer.max_steps", "2", "--trainer.default_root_dir", "third",
-                       "--data.source", "third/retold.json")
-    assert status == 2 and "a run in third overwrites retold.json" in said, said
+    status, output = run("fit", *small, "--trainer.max_steps", "2", "--trainer.default_root_dir", "third",
+                         "--data.source", "third/retold.json")
+    assert status == 2 and "a run in third overwrites retold.json" in output, output

@@ -1,4 +1,4 @@
-"""The fields are those of the real classes, and what the reader accepts can be built."""
+"""The recipe fields equal those of the real classes, and every accepted recipe can be built."""
 
 import inspect
 import itertools
@@ -32,10 +32,10 @@ from tests.faults.test_mutations import RECIPES, key_paths, mutate
 from tests.faults.test_odd_recipes import VALUES
 
 ENGINES = ["torch", "jax"]
-OWN = {"MetricsCSV", "DummyLogger"}  # loggers that no recipe needs
-UNTRIED = {"CometLogger", "XLAProfiler", "PassThroughProfiler"}  # of Lightning's, or without a use
-STRATEGIES = {"DDPStrategy", "SingleDeviceStrategy", "FSDP2", "DeepSpeed", "MeshSharding"}  # that trainers accept
-# What stands on the command line beside a recipe.
+OWN = {"MetricsCSV", "DummyLogger"}  # loggers for internal use
+UNTRIED = {"CometLogger", "XLAProfiler", "PassThroughProfiler"}  # of Lightning, without tests or use
+STRATEGIES = {"DDPStrategy", "SingleDeviceStrategy", "FSDP2", "DeepSpeed", "MeshSharding"}  # accepted by the trainers
+# Options next to a recipe.
 OPTIONS = [["--model", "SFT"], ["--model", "CLM"], ["--model.class_path", "CLM"], ["--model.lora.rank", "3"],
            ["--model.lora.rank", "x"], ["--model.lora", "null"], ["--model.optimizer.lr=fast"],
            ["--data.batch_size", "0"], ["--data", "SFTData"], ["--data.source", "rows.jsonl"],
@@ -62,51 +62,52 @@ def read(arguments: list[str], engine: str = "torch") -> Recipe:
 # Fields --------------------------------------------------------------------------------------------------------------
 
 
-def of_class(kind: type) -> dict[str, tuple]:
-    """Type and default of each argument of a constructor."""
-    return {name: (key.type, key.default) for name, key in keys_of(kind).items()}
+def constructor_arguments(cls: type) -> dict[str, tuple]:
+    """Return type and default of each constructor argument."""
+    return {name: (key.type, key.default) for name, key in keys_of(cls).items()}
 
 
-def substituted(hint: Any, classes: dict[type, Any]) -> Any:
-    """A type with stand-ins replaced by the classes that they stand for."""
-    kinds = [list[substituted(get_args(each)[0], classes)] if get_origin(each) is list else
-             classes.get(each, each) if inspect.isclass(each) else each for each in members(hint)]
-    return Union[tuple(kinds)]  # noqa: UP007 - members from a list
+def substitute(hint: Any, classes: dict[type, Any]) -> Any:
+    """Return a type with placeholders replaced by the real classes."""
+    types = [list[substitute(get_args(member)[0], classes)] if get_origin(member) is list else
+             classes.get(member, member) if inspect.isclass(member) else member for member in members(hint)]
+    return Union[tuple(types)]  # noqa: UP007 - members from a list
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_fields_of_the_trainer_are_those_of_the_engine(engine):
-    """On torch most of them are Lightning's: names, types and defaults."""
+def test_trainer_fields_equal_the_arguments_of_the_engine_trainer(engine):
+    """Names, types and defaults, most of them of Lightning on torch."""
     types = load_engine(engine)
-    fields = {name: (substituted(key.type, types.libraries), key.default)
+    fields = {name: (substitute(key.type, types.libraries), key.default)
               for name, key in keys_of(TRAINERS[engine]).items()}
-    assert fields == of_class(types.trainer)
+    assert fields == constructor_arguments(types.trainer)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("block", ["model", "data"])
-def test_tasks_and_data_modules_have_their_fields(engine, block):
-    real = {kind.__name__: kind for kind in subclasses(getattr(load_engine(engine), block))
-            if not inspect.isabstract(kind) and kind.__module__.startswith(("lmmods.", "jax_engine."))
-            and not kind.__name__.startswith("Causal")}
-    assert set(declared(block)) <= set(real)
+def test_declared_fields_equal_the_arguments_of_the_classes(engine, block):
+    classes = {cls.__name__: cls for cls in subclasses(getattr(load_engine(engine), block))
+               if not inspect.isabstract(cls) and cls.__module__.startswith(("lmmods.", "jax_engine."))
+               and not cls.__name__.startswith("Causal")}
+    assert set(declared(block)) <= set(classes)
     for name, fields in declared(block).items():
-        assert issubclass(real[name], fields) and real[name].__module__ == module_of(fields, FOLDERS[engine][block])
-        assert of_class(fields) == of_class(real[name]), name
+        assert issubclass(classes[name], fields)
+        assert classes[name].__module__ == module_of(fields, FOLDERS[engine][block])
+        assert constructor_arguments(fields) == constructor_arguments(classes[name]), name
 
 
 def subclasses(base: type) -> list[type]:
-    return [each for kind in base.__subclasses__() for each in (kind, *subclasses(kind))]
+    return [cls for child in base.__subclasses__() for cls in (child, *subclasses(child))]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_classes_of_libraries_are_listed_as_they_are(engine):
+def test_listed_library_classes_equal_those_of_the_libraries(engine):
     types, fields = load_engine(engine), keys_of(TRAINERS[engine], "trainer")
     for key, names in CLASSES[engine].items():
-        bases = [types.libraries[each] for each in library_classes(fields[key.partition(".")[2]].type)]
-        # Not what another test of this process has derived from them.
-        listed = {kind.__name__ for base in bases for kind in (base, *subclasses(base)) if not inspect.isabstract(kind)
-                  and kind.__module__.startswith(("lightning.", "lmmods.", "jax_engine."))} - OWN - {
+        bases = [types.libraries[name] for name in library_classes(fields[key.partition(".")[2]].type)]
+        # Skip subclasses made by other tests in this process.
+        listed = {cls.__name__ for base in bases for cls in (base, *subclasses(base)) if not inspect.isabstract(cls)
+                  and cls.__module__.startswith(("lightning.", "lmmods.", "jax_engine."))} - OWN - {
                       base.__name__ for base in bases if key != "trainer.strategy" and base.__subclasses__()}
         if key == "trainer.callbacks":
             listed = {name for name in listed if not unsupported_reason(f"lightning.pytorch.callbacks.{name}")}
@@ -118,88 +119,88 @@ def test_classes_of_libraries_are_listed_as_they_are(engine):
 
 
 @pytest.mark.parametrize("command", RECIPE_COMMANDS)
-def test_trainers_take_the_options_of_their_commands(command):
+def test_options_of_commands_equal_the_arguments_of_the_trainer(command):
     for engine in ENGINES:
-        performer = getattr(load_engine(engine).trainer, command, None)
+        method = getattr(load_engine(engine).trainer, command, None)
         if command in ("fit", "validate", "test", "predict"):
-            theirs = inspect.signature(performer).parameters
+            parameters = inspect.signature(method).parameters
             assert {name: key.default for name, key in options_of(command)[0].items()} == {
-                name: theirs[name].default for name in options_of(command)[0]}
+                name: parameters[name].default for name in options_of(command)[0]}
 
 
-# What is accepted can be built ---------------------------------------------------------------------------------------
+# Accepted recipes can be built ---------------------------------------------------------------------------------------
 
 
-def outcome(arguments: list[str], engine: str) -> str | None:
-    """The message with which a recipe is refused; None where its model and data can be built. Nothing else happens."""
+def build_error(arguments: list[str], engine: str) -> str | None:
+    """Build the model and data of a recipe; return the error message, or None."""
     try:
         recipe = read(arguments, engine)
         recipe = with_library_classes(recipe)
         for value in recipe.given["trainer"].values():
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, ClassArguments):
-                    each.build()
-        model, data = (built(recipe, block) for block in ("model", "data"))
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, ClassArguments):
+                    item.build()
+        model, data = (build_block(recipe, block) for block in ("model", "data"))
         model.check_data(data)
     except UserError as error:
         return str(error)
     return None
 
 
-def built(recipe: Recipe, block: str) -> Any:
-    kind = recipe.classes[block]
-    arguments = objects(kind, recipe.given[block])
-    if kind in declared(block).values():
-        kind = implementation(kind, FOLDERS[recipe.engine][block])
-    return kind(**arguments)
+def build_block(recipe: Recipe, block: str) -> Any:
+    cls = recipe.classes[block]
+    arguments = objects(cls, recipe.given[block])
+    if cls in declared(block).values():
+        cls = implementation(cls, FOLDERS[recipe.engine][block])
+    return cls(**arguments)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
-def test_odd_values(engine, recipe):
-    refused = [said for _, (key, value, _) in enumerate(VALUES)
-               if (said := outcome(["fit", *recipe(**{key: value})], engine))]
-    assert len(refused) > len(VALUES) // 2
+def test_many_odd_values_are_rejected_without_a_crash(engine, recipe):
+    errors = [error for _, (key, value, _) in enumerate(VALUES)
+              if (error := build_error(["fit", *recipe(**{key: value})], engine))]
+    assert len(errors) > len(VALUES) // 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
-def test_options(engine, recipe):
-    said = [outcome(["fit", *recipe(), *extra], engine) for extra in OPTIONS]
-    assert None in said and len(list(filter(None, said))) > len(OPTIONS) // 3
-    mine = recipe(model__class_path="nowhere.Mine", model__init_args={"surprise": 1})
-    assert all(outcome(["fit", *mine, *extra], engine) for extra in OPTIONS)  # there is no such class
+def test_options_are_accepted_or_rejected_without_a_crash(engine, recipe):
+    errors = [build_error(["fit", *recipe(), *extra], engine) for extra in OPTIONS]
+    assert None in errors and len(list(filter(None, errors))) > len(OPTIONS) // 3
+    invalid = recipe(model__class_path="nowhere.Mine", model__init_args={"surprise": 1})
+    assert all(build_error(["fit", *invalid, *extra], engine) for extra in OPTIONS)  # no such class exists
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("path", [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.parent.name == "recipes")) for path in RECIPES])
-def test_mutated_recipes(engine, path, tmp_path, monkeypatch):
+def test_mutated_recipes_are_built_or_rejected_without_a_crash(engine, path, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     layers = ["--config", "configs/sft_qlora.yaml"] if path.stem == "smoke" else []
     assert read(["fit", *layers, "--config", str(path)], engine)
-    chance, base = random.Random(path.stem), yaml.safe_load(path.read_text())
+    rng, base = random.Random(path.stem), yaml.safe_load(path.read_text())
     for _ in range(6):
-        tree, _ = mutate(base, key_paths(base), chance)
+        tree, _ = mutate(base, key_paths(base), rng)
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree, allow_unicode=True))
-        outcome(["fit", *layers, "--config", str(tmp_path / "recipe.yaml")], engine)
+        build_error(["fit", *layers, "--config", str(tmp_path / "recipe.yaml")], engine)
 
 
-def test_layers_go_over_each_other(recipe, tmp_path):
-    """Blocks are merged key by key, other mappings and lists replaced; an option may set one entry or append."""
+def test_later_layers_override_earlier_ones(recipe, tmp_path):
+    """Blocks are merged by key, other mappings and lists are replaced; an option may set one entry or append."""
     (tmp_path / "over.yaml").write_text("model: {lora: {alpha: 3}, config_overrides: {b: 2}}\n"
                                         "data: {columns: {b: output}, add_tokens: [x]}\n")
     first = recipe(model__init_args__config_overrides={"a": 1}, data__init_args__columns={"a": "instruction"})
-    given = read(["fit", *first, "--config", str(tmp_path / "over.yaml"), "--data.columns.c", "input",
-                  "--data.add_tokens+", "y", "--data.add_tokens+=z"]).given
-    assert given["model"]["lora"] == {"rank": 4, "dropout": 0.1, "alpha": 3}
-    assert given["model"]["config_overrides"] == {"b": 2}
-    assert given["data"]["columns"] == {"b": "output", "c": "input"}
-    assert given["data"]["add_tokens"] == ["x", "y", "z"]
+    values = read(["fit", *first, "--config", str(tmp_path / "over.yaml"), "--data.columns.c", "input",
+                   "--data.add_tokens+", "y", "--data.add_tokens+=z"]).given
+    assert values["model"]["lora"] == {"rank": 4, "dropout": 0.1, "alpha": 3}
+    assert values["model"]["config_overrides"] == {"b": 2}
+    assert values["data"]["columns"] == {"b": "output", "c": "input"}
+    assert values["data"]["add_tokens"] == ["x", "y", "z"]
 
 
-def test_a_mapping_that_names_a_source_replaces_one(recipe, tmp_path):
-    """As its path alone would. One without a path, and an option for one entry, change the source that is there."""
+def test_a_mapping_with_a_path_replaces_the_source(recipe, tmp_path):
+    """Like a path alone. A mapping without a path, and an option for one entry, change the existing source."""
     (tmp_path / "over.yaml").write_text("data: {source: {path: over.jsonl}}\n")
     first = recipe(data__init_args__source={"path": "first.jsonl", "columns": {"q": "instruction"}, "limit": 3})
     for words, source in (
@@ -211,7 +212,7 @@ def test_a_mapping_that_names_a_source_replaces_one(recipe, tmp_path):
         assert read(["fit", *first, *words]).given["data"]["source"] == source
 
 
-opened: list[str] | None = None  # files opened in this process, while a test counts them
+opened: list[str] | None = None  # files opened in this process while a test records them
 
 
 def test_a_recipe_is_read_once(recipe):
@@ -230,8 +231,8 @@ def test_a_recipe_is_read_once(recipe):
         opened = None
 
 
-def test_what_is_typed_goes_before_files():
-    """Of what deletes a run or runs code, whichever comes first on the command line."""
+def test_dangerous_keys_on_the_command_line_override_files():
+    """For keys that delete a run or run code, in any order on the command line."""
     file = ["--config", "{overwrite: true, trainer: {default_root_dir: x}, model: {trust_remote_code: true}}"]
     task = ["--model", "SFT", "--data", "SFTData"]
 
@@ -248,7 +249,7 @@ def test_what_is_typed_goes_before_files():
         assert recipe.is_typed_true("model.trust_remote_code") is is_typed
 
 
-def test_names_that_are_almost_right(recipe, capsys):
+def test_a_misspelt_option_or_module_is_named(recipe, capsys):
     for words in (["--print_configs"], ["--data", "lmmods.data.nowhere.SFTData"]):
         assert main(["fit", *recipe(), *words]) == 2
         assert words[-1].lstrip("-") in capsys.readouterr().err
@@ -273,43 +274,43 @@ def test_wrong_names_and_values_of_fields_are_errors(recipe, engine, key, value,
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("task", "other"), itertools.product(declared("model"), declared("model")))
-def test_a_task_on_data_of_another_is_refused(recipe, engine, task, other):
-    own, data = (declared("model")[name].takes for name in (task, other))
-    needed = {"rewards": [{"name": "exact_match"}]} if task == "GRPO" else {}
-    layers = recipe(model={"class_path": task, "init_args": {"pretrained": "m", **needed}},
+def test_a_task_with_data_of_another_task_is_rejected(recipe, engine, task, other):
+    expected_data, data = (declared("model")[name].takes for name in (task, other))
+    required = {"rewards": [{"name": "exact_match"}]} if task == "GRPO" else {}
+    layers = recipe(model={"class_path": task, "init_args": {"pretrained": "m", **required}},
                     data={"class_path": data, "init_args": {"source": "rows.jsonl"}})
     if other == task:
         read(["fit", *layers], engine)
         return
     for command in ("fit", "validate", "test", "predict", "inspect", "plan", "find"):
-        with pytest.raises(UserError, match=f"^model.class_path is {task}, which trains on {own}, but "
-                                            f"data.class_path is {data}. Set it to {own}, or model.class_path to "
-                                            f"{other}.$"):
+        with pytest.raises(UserError, match=f"^model.class_path is {task}, which trains on {expected_data}, but "
+                                            f"data.class_path is {data}. Set it to {expected_data}, or "
+                                            f"model.class_path to {other}.$"):
             read([command, *layers, *(["--on", "cpu"] if command == "plan" else [])], engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_classes_of_ones_own_are_of_the_kind_that_they_inherit(engine):
-    """What the early check leaves to the engine is held to the same; what says nothing goes with anything."""
+def test_user_classes_accept_the_data_of_the_task_that_they_extend(engine):
+    """The engine checks user classes by the same rule; a class without `takes` works with any data."""
     causal = import_module(f"{FOLDERS[engine]['model']}.clm").CLM
-    own = type("Own", (causal,), {})(pretrained="m")
-    mine = type("Mine", (sft.SFTDataFields,), {})("rows.jsonl")
+    task = type("Own", (causal,), {})(pretrained="m")
+    sft_data = type("Mine", (sft.SFTDataFields,), {})("rows.jsonl")
     with pytest.raises(UserError, match="model.class_path is Own, .* but data.class_path is Mine. Set it to CLMData"):
-        own.check_data(mine)
-    own.check_data(type("Texts", (clm.CLMDataFields,), {})("rows.jsonl"))
-    own.check_data(type("Plain", (base.DataFields,), {})("rows.jsonl"))
-    type("Free", (causal,), {"takes": None})(pretrained="m").check_data(mine)
+        task.check_data(sft_data)
+    task.check_data(type("Texts", (clm.CLMDataFields,), {})("rows.jsonl"))
+    task.check_data(type("Plain", (base.DataFields,), {})("rows.jsonl"))
+    type("Free", (causal,), {"takes": None})(pretrained="m").check_data(sft_data)
 
 
 @pytest.mark.parametrize(("engine", "key", "value"), [
     ("torch", "model__class_path", "CausalModule"), ("jax", "model__class_path", "CausalTask"),
     ("torch", "data__class_path", "DataModule"), ("torch", "trainer__callbacks", [{"class_path": "StartReport"}]),
     ("jax", "trainer__logger", [True]), ("torch", "trainer__logger", [{"class_path": "mine.Logger"}])])
-def test_names_that_only_the_engine_can_judge_are_left_to_it(recipe, engine, key, value):
+def test_names_that_only_the_engine_knows_pass_the_reader(recipe, engine, key, value):
     read(["fit", *recipe(**{key: value})], engine)
 
 
-def test_help_of_a_class(capsys):
+def test_help_of_a_class_lists_its_options(capsys):
     for words in (["--model.help", "SFT"], ["--model.help=SFT"]):
         assert main(["fit", *words]) == 0
         assert capsys.readouterr().out.startswith("model (SFT): Fine-tune a causal LM")
@@ -323,7 +324,7 @@ def test_help_of_a_class(capsys):
     ["fit", "--trainer.max_step", "3"], ["inspect", "--stop", "3"], ["find", "--step", "3"], ["plan", "--o", "cpu"],
     ["fit", "--checkpoint.keep=1"], ["merge", "--ru", "x"], ["new", "x", "--mod", "gpt2"], ["chat", "--gen.top_k", "3"],
     ["sweep", "data.seed=1,2", "--trial", "3"], ["report", "x", "--ou", "y"], ["verify", "x", "--fir", "2"]])
-def test_a_beginning_of_a_name_is_not_the_name(words, capsys):
+def test_option_names_may_not_be_abbreviated(words, capsys):
     assert main(words) == 2
     assert words[-2 if "=" not in words[-1] else -1].partition("=")[0] in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Rewards as a recipe names them: what is read, and what is said of mistakes."""
+"""Rewards in a recipe: how they are read, and errors for mistakes."""
 
 import re
 
@@ -20,10 +20,10 @@ def test_rewards_are_read_with_their_options():
             Code(timeout=2.0)]
 
 
-def test_names():
+def test_a_reward_is_named_by_label_name_function_or_model():
     rewards = read_rewards([{"name": "f1"}, {"name": "f1", "label": "f1_of_titles", "column": "title"},
                             {"function": "my.rewards.short"}, {"model": "runs/helpful/"}])
-    assert [each.name for each in rewards] == ["f1", "f1_of_titles", "short", "helpful"]
+    assert [reward.name for reward in rewards] == ["f1", "f1_of_titles", "short", "helpful"]
 
 
 @pytest.mark.parametrize(("rewards", "message"), [
@@ -70,11 +70,11 @@ def test_names():
      "model.rewards[2] and model.rewards[0] have the same name, f1. Set the label of one of them."),
     ([{"name": "f1"}, {"function": "my.f1"}], "model.rewards[1] and model.rewards[0] have the same name, f1"),
 ])
-def test_mistakes(rewards, message):
+def test_a_mistake_in_a_reward_names_key_and_value(rewards, message):
     with pytest.raises(UserError, match=re.escape(message)):
         read_rewards(rewards)
 
 
-@pytest.mark.parametrize("kind", [*NAMED.values(), *OTHERS.values()])
-def test_every_option_is_described(kind):
-    assert all(key.text for key in keys_of(kind).values())
+@pytest.mark.parametrize("cls", [*NAMED.values(), *OTHERS.values()])
+def test_every_reward_option_is_described(cls):
+    assert all(key.text for key in keys_of(cls).values())
