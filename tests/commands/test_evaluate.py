@@ -119,7 +119,7 @@ def test_a_chat_is_rendered_under_our_limits(finished, task_folder, capsys):
     assert "has no chat template. Remove it." in capsys.readouterr().err
 
 
-def test_a_mistake_in_a_reward_names_key_and_value(tmp_path, monkeypatch, capsys):
+def test_mistakes(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--run", str(tmp_path / "none"), "--tasks", "guess"]) == 2
     assert "not a run folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)

@@ -135,7 +135,7 @@ def test_texts(byte_level_folder, tmp_path, write_jsonl):
     assert len(data.rows("train")) == 2
 
 
-def test_a_mistake_in_a_reward_names_key_and_value(spm_folder, write_jsonl, rows):
+def test_mistakes(spm_folder, write_jsonl, rows):
     path = write_jsonl(rows, "train.jsonl")
     with pytest.raises(UserError, match="no usable row among 10 read: 2 consecutive words are also in"):
         build(path, spm_folder, path, decontaminate_ngram=2)

@@ -69,7 +69,7 @@ def test_parameters_without_gradient_have_no_average():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"ema_decay": 1.0}, "optimizer.ema_decay is 1.0, but must be null, or more than 0 and less than 1"),
     ({"ema_decay": 0.9, "name": "adamw_8bit"}, "must be null with optimizer.name adamw_8bit")])
-def test_a_mistake_in_a_reward_names_key_and_value(changes, message):
+def test_mistakes(changes, message):
     with pytest.raises(UserError, match=message):
         Optimizer(**changes)
 

@@ -35,7 +35,7 @@ def test_limits_of_each_gpu(two_gpus, max_memory, limits):
     ({2: "20GiB"}, "device 2.*Use 0, 1"),
     ({"cpu": "20GiB"}, "device 'cpu'"), ({"disk": "20GiB"}, "device 'disk'"),
 ])
-def test_a_mistake_in_a_reward_names_key_and_value(two_gpus, max_memory, message):
+def test_mistakes(two_gpus, max_memory, message):
     with pytest.raises(UserError, match=message):
         placement(max_memory)
 
