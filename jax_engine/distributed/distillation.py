@@ -19,12 +19,12 @@ class TeacherStates(NamedTuple):
     Args:
         hidden: [B, T, D'] hidden states.
         head: Maps [..., D'] to float32 logits [..., V'].
-        drawn: [B, T] float32, 1 where the student has sampled the token to predict, else 0. None: 0 everywhere.
+        is_sampled: [B, T] float32, 1 where the student has sampled the token to predict, else 0. None: 0 everywhere.
     """
 
     hidden: Array
     head: Callable[[Array], Array]
-    drawn: Array | None = None
+    is_sampled: Array | None = None
 
 
 class TeacherTopK(NamedTuple):
@@ -56,24 +56,24 @@ def distillation_loss(hidden: Array, targets: Array, head: Callable[[Array], Arr
 
     See `token_loss` for the other arguments.
     """
-    has_states, drawn = isinstance(teacher, TeacherStates), None
+    has_states, is_sampled = isinstance(teacher, TeacherStates), None
     if has_states:
-        drawn, size = teacher.drawn, hidden.shape[-1]
+        is_sampled, size = teacher.is_sampled, hidden.shape[-1]
         both_hidden = jnp.concatenate([hidden, jax.lax.stop_gradient(teacher.hidden).astype(hidden.dtype)], -1)
 
         def both_heads(x: Array) -> tuple[Array, Array]:
             return head(x[..., :size]), jax.lax.stop_gradient(teacher.head(jax.lax.stop_gradient(x[..., size:])))
-    drawn = jnp.zeros(targets.shape) if drawn is None else drawn
+    is_sampled = jnp.zeros(targets.shape) if is_sampled is None else is_sampled
 
     def compute(outputs, targets, columns, axes):
-        drawn, *top_k = columns
+        is_sampled, *top_k = columns
         logits, expected = outputs if has_states else (outputs, TeacherTopK(*top_k, teacher.size))
         losses, divergences = cross_entropies(logits, targets, axes, form), compare(logits, expected, divergence)
-        fraction = divergence.ratio + (1 - divergence.ratio) * drawn[:, 0]
+        fraction = divergence.ratio + (1 - divergence.ratio) * is_sampled[:, 0]
         mixed = fraction * divergences + (1 - fraction) * losses
-        return mixed, divergences, (1 - drawn[:, 0]) * losses, drawn[:, 0]
+        return mixed, divergences, (1 - is_sampled[:, 0]) * losses, is_sampled[:, 0]
 
-    columns = (drawn[..., None], *(() if has_states else (teacher.ids, teacher.logps)))
+    columns = (is_sampled[..., None], *(() if has_states else (teacher.ids, teacher.logps)))
     sums, parts = sum_over_positions(compute, 4, both_hidden if has_states else hidden, targets, columns,
                                      both_heads if has_states else head, vocab_size, count_correct, plain, weights, on)
     # Tokens that the student has sampled have no cross-entropy, so they do not count in its mean.

@@ -95,7 +95,7 @@ class CausalTask(CausalFields, Task):
         if self.teacher_network is not None:
             teacher = self.teacher_network.states(params, rows)
             if DRAWN in rows:  # [N] -> [N, T]
-                teacher = teacher._replace(drawn=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape))
+                teacher = teacher._replace(is_sampled=jnp.broadcast_to(rows[DRAWN][:, None], targets.shape))
         elif self.precomputes_teacher:
             teacher = self._top_k_at(rows)
         sums = self.build_token_loss(teacher, training)(
