@@ -26,15 +26,15 @@ OPTIONS = [word for key, value in SAMPLED.items() for word in (f"--generation.{k
 TEXT = "Add 5 and 6,\nplease."
 
 
-def said(capsys, *arguments: str) -> str:
-    """What a command writes to stdout."""
+def run_chat(capsys, *arguments: str) -> str:
+    """Run chat and return its stdout."""
     capsys.readouterr()
     assert main(["chat", *arguments]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
-def refused(capsys, *arguments: str) -> str:
-    """What a command says that it refuses."""
+def get_error(capsys, *arguments: str) -> str:
+    """Run chat with options it rejects and return its stderr."""
     capsys.readouterr()
     assert main(["chat", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -45,62 +45,63 @@ def refused(capsys, *arguments: str) -> str:
 # Answers of both engines --------------------------------------------------------------------------------------------
 
 
-def predicted(run, tmp_path, *arguments: str) -> str:
-    """What predict says to the text as its only row."""
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"instruction": TEXT, "input": "", "output": ""}))
-    assert main(["predict", "--config", str(run.config), "--data.predict_source", str(tmp_path / "asked.jsonl"),
+def predict(run, tmp_path, *arguments: str) -> str:
+    """Return predict's answer to TEXT."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"instruction": TEXT, "input": "", "output": ""}))
+    assert main(["predict", "--config", str(run.config), "--data.predict_source", str(tmp_path / "prompts.jsonl"),
                  *(f"--model.{word[2:]}" if word.startswith("--") else word for word in OPTIONS), *arguments]) == 0
     return json.loads(run.predictions.read_text())["prediction"]
 
 
 @pytest.mark.slow
-def test_a_run_says_what_predict_says(finished, tmp_path, capsys):
-    """An adapter on a 4-bit base, sampled, from model/ and from its last checkpoint."""
+def test_a_run_answers_as_predict_does(finished, tmp_path, capsys):
+    """Test an adapter on a 4-bit base with sampling, from model/ and from the last checkpoint."""
     run = finished("copy")
-    wanted = predicted(run, tmp_path, "--ckpt_path", "last")
-    asked = ["--run", str(run.root), "--prompt", TEXT, *OPTIONS]
-    assert said(capsys, *asked).strip() == wanted
-    assert said(capsys, *asked, "--ckpt_path", "last").strip() == wanted
+    expected = predict(run, tmp_path, "--ckpt_path", "last")
+    arguments = ["--run", str(run.root), "--prompt", TEXT, *OPTIONS]
+    assert run_chat(capsys, *arguments).strip() == expected
+    assert run_chat(capsys, *arguments, "--ckpt_path", "last").strip() == expected
 
 
 @pytest.mark.slow
-def test_a_run_on_jax_says_the_same_on_both_engines_and_beside_its_base(finished, tmp_path, capsys):
+def test_a_jax_run_answers_the_same_on_both_engines_and_next_to_its_base(finished, tmp_path, capsys):
     run = finished("copy", engine="jax")
-    wanted = predicted(run, tmp_path, "--ckpt_path", "last")
-    asked = ["--run", str(run.root), "--prompt", TEXT, *OPTIONS]
-    assert said(capsys, *asked, "--ckpt_path", "last").strip() == wanted
-    assert said(capsys, *asked, "--engine", "torch").strip() == wanted
-    untrained = predicted(run, tmp_path)
-    compared = re.fullmatch("base: (.*)\ntuned: (.*)\n", said(capsys, *asked, "--compare_base", "true"), re.DOTALL)
-    assert untrained != wanted and [text.strip() for text in compared.groups()] == [untrained, wanted]
+    expected = predict(run, tmp_path, "--ckpt_path", "last")
+    arguments = ["--run", str(run.root), "--prompt", TEXT, *OPTIONS]
+    assert run_chat(capsys, *arguments, "--ckpt_path", "last").strip() == expected
+    assert run_chat(capsys, *arguments, "--engine", "torch").strip() == expected
+    untrained = predict(run, tmp_path)
+    output = run_chat(capsys, *arguments, "--compare_base", "true")
+    answers = re.fullmatch("base: (.*)\ntuned: (.*)\n", output, re.DOTALL)
+    assert untrained != expected and [text.strip() for text in answers.groups()] == [untrained, expected]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_fully_tuned_run_and_its_folder_are_the_same_model(engine, finished, tmp_path, capsys):
+def test_a_fully_tuned_run_and_its_model_folder_answer_the_same(engine, finished, tmp_path, capsys):
     run = finished("copy", engine=engine, **FULL)
-    wanted = predicted(run, tmp_path, "--ckpt_path", "last")
+    expected = predict(run, tmp_path, "--ckpt_path", "last")
     for source in (["--run", str(run.root)], ["--model", str(run.model), "--engine", engine, "--seed", "7"]):
-        assert said(capsys, *source, "--prompt", TEXT, *OPTIONS).strip() == wanted
+        assert run_chat(capsys, *source, "--prompt", TEXT, *OPTIONS).strip() == expected
 
 
 @pytest.mark.slow
-def test_an_adapter_by_itself_on_a_base_in_4_bits(finished, capsys):
-    """The folder does not say how its base was stored, so --quantize does. Beams are searched to their end."""
+def test_an_adapter_folder_answers_on_a_4_bit_base(finished, capsys):
+    """The folder does not record how its base was stored, so --quantize sets it. Beam search needs no streaming."""
     run = finished()
-    asked = ["--prompt", TEXT, "--generation.num_beams", "2"]
-    compared = said(capsys, "--run", str(run.root), "--compare_base", "true", *asked)
+    arguments = ["--prompt", TEXT, "--generation.num_beams", "2"]
+    expected = run_chat(capsys, "--run", str(run.root), "--compare_base", "true", *arguments)
     folder = ["--model", str(run.model), "--generation.max_new_tokens", "6"]
-    assert said(capsys, *folder, "--quantize", "nf4", "--compare_base", "true", *asked) == compared
+    assert run_chat(capsys, *folder, "--quantize", "nf4", "--compare_base", "true", *arguments) == expected
 
 
-# Text as it comes ---------------------------------------------------------------------------------------------------
+# Streaming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["byte", "piece"])
-def test_streamed_text_is_the_text_of_all_tokens(kind, tokenizer_folder):
-    """Of bytes that are characters only together, of none at all, and of words with spaces in front."""
-    if kind == "byte":
+@pytest.mark.parametrize("family", ["byte", "sentencepiece"])
+def test_streamed_text_equals_the_decoded_answer(family, tokenizer_folder):
+    """Test bytes that only form characters together, invalid bytes, and words with leading spaces."""
+    if family == "byte":
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         answers = [tokenizer.encode("数字 and 🦊🦊 naïve, too", add_special_tokens=False), [200, 201, 65, 200]]
     else:
@@ -120,7 +121,7 @@ def test_streamed_text_is_the_text_of_all_tokens(kind, tokenizer_folder):
 
 
 class Parrot:
-    """Answers with the texts it is given, one after the other, a token at a time."""
+    """Model that answers with the given texts in turn, token by token."""
 
     def __init__(self, tokenizer, *texts: str):
         self.tokenizer, self.texts = tokenizer, list(texts)
@@ -147,7 +148,7 @@ START = ("<s>Below is an instruction that describes a task. Write a response tha
 
 @pytest.fixture
 def session(llama_folder):
-    """A function that gives a session with a parrot; settings, limit and system turn as given."""
+    """Return a function that creates a session with a parrot."""
     def make(*texts: str, limit: int | None = None, system: str | None = None, template: str | None = "alpaca",
              **settings) -> Session:
         source = read_model(str(llama_folder), template, None, None)
@@ -157,7 +158,7 @@ def session(llama_folder):
     return make
 
 
-def test_turns_are_written_as_rows_of_training_are(session, capsys):
+def test_turns_are_rendered_as_training_rows_are(session, capsys):
     talk = session("3", "7 and 8", "")
     for text in ("Add 1 and 2.", "And </s>?", "Then?"):
         talk.ask(text)
@@ -167,7 +168,7 @@ def test_turns_are_written_as_rows_of_training_are(session, capsys):
     assert parrot.prompts == [first, second, f"{second}7 and 8</s>\n\n" + ASK.format("Then?")]
     assert parrot.rows == [0, 1, 2]
     typed = talk.source.encode([{"role": "user", "content": "</s>"}])
-    assert typed.count(2) == 0  # a text, not the end token
+    assert typed.count(2) == 0  # typed text is never the end token
     out, err = capsys.readouterr()
     assert out == "3\n7 and 8\n\n" and err == "(empty answer)\n"
     talk.turns, talk.system = {}, "Be brief."
@@ -175,7 +176,7 @@ def test_turns_are_written_as_rows_of_training_are(session, capsys):
     assert parrot.prompts[-1] == "<s>Be brief.\n\n" + ASK.format("Hello?")
 
 
-def test_texts_are_gone_on_with_one_by_one(session, capsys):
+def test_a_model_without_a_template_continues_each_text_alone(session, capsys):
     talk = session(" jumps", template=None)
     assert not talk.source.is_chat
     talk.ask("the quick brown fox")
@@ -183,7 +184,7 @@ def test_texts_are_gone_on_with_one_by_one(session, capsys):
     assert talk.models["tuned"].prompts == ["<s>the quick brown fox", "<s>the lazy dog"]
 
 
-def test_a_full_context_is_told_and_forgets_the_oldest(session, capsys):
+def test_a_full_context_is_reported_and_drops_the_oldest_turns(session, capsys):
     talk = session("fox", max_new_tokens=8)
     talk.ask("one")
     length = len(talk.source.encode([{"role": "user", "content": "one"}]))
@@ -203,7 +204,7 @@ def test_a_full_context_is_told_and_forgets_the_oldest(session, capsys):
     assert not talk.turns
 
 
-def test_an_answer_that_is_cut_off_is_told(session, capsys):
+def test_a_truncated_answer_is_reported(session, capsys):
     session("the quick brown fox", max_new_tokens=2).ask("Go.")
     assert "(truncated after 2 tokens; raise --generation.max_new_tokens)" in capsys.readouterr().err
 
@@ -217,31 +218,31 @@ def test_each_model_has_its_own_conversation(session, capsys):
     assert "Response:A</s>" in talk.models["base"].prompts[1] and "Response:B</s>" in talk.models["tuned"].prompts[1]
 
 
-def pipe(monkeypatch, content: bytes) -> None:
+def set_stdin(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_lines_of_a_pipe_are_turns(session, monkeypatch, capsys):
-    pipe(monkeypatch, "Größe?\r\n\n/new\n".encode())
+def test_each_line_of_a_pipe_is_a_turn(session, monkeypatch, capsys):
+    set_stdin(monkeypatch, "Größe?\r\n\n/new\n".encode())
     talk = session("a\nb", "c")
     answer_lines(talk)
     assert capsys.readouterr() == ("a\nb\nc\n", "line 2 is empty; skipping it\n")
     assert "Größe?\n\n### Response:a\nb</s>" in talk.models["tuned"].prompts[1]
     for content, message in ((b"", "stdin is empty"), (b"ok\n\xff\n", "line 2 of stdin is not UTF-8")):
-        pipe(monkeypatch, content)
+        set_stdin(monkeypatch, content)
         with pytest.raises(UserError, match=message):
             answer_lines(talk)
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A pseudo-terminal in the place of stdin and stdout: a function that types once a text has been shown."""
-    ours, theirs = os.openpty()
+    """Replace stdin and stdout by a pseudo-terminal; return a function that types after the given texts appear."""
+    user_end, program_end = os.openpty()
     shown = bytearray()
 
     def read() -> None:
-        with suppress(OSError):  # Linux's way to say that the other end is closed
-            while part := os.read(ours, 4096):
+        with suppress(OSError):  # how Linux reports that the other end is closed
+            while part := os.read(user_end, 4096):
                 shown.extend(part)
 
     reader = threading.Thread(target=read, daemon=True)
@@ -251,26 +252,26 @@ def terminal(monkeypatch):
     def type_when_shown(steps: tuple[tuple[str, str], ...]) -> None:
         at, end, again = 0, time.monotonic() + 30, math.inf
         for text, keys in steps:
-            while (found := shown.find(text.encode(), at)) < 0:
-                if time.monotonic() > again:  # it came just before the wait for a line; people press it twice
+            while (start := shown.find(text.encode(), at)) < 0:
+                if time.monotonic() > again:  # the first came just before the prompt waited
                     again = math.inf
                     os.kill(os.getpid(), signal.SIGINT)
                 if time.monotonic() > end:
                     missing.append((text, bytes(shown[at:])))
-                    os.write(ours, b"\n\x04\x04")  # what waits for a line must not wait for ever
+                    os.write(user_end, b"\n\x04\x04")  # end the prompt, which would wait forever
                     return
                 time.sleep(0.002)
-            at, again = found + len(text.encode()), math.inf
+            at, again = start + len(text.encode()), math.inf
             if keys == "^C":
                 again = time.monotonic() + 5
                 os.kill(os.getpid(), signal.SIGINT)
             else:
-                os.write(ours, keys.encode())
+                os.write(user_end, keys.encode())
 
     def play(talk: Session, *steps: tuple[str, str]) -> bytes:
-        monkeypatch.setattr(sys, "stdin", open(theirs, encoding="utf-8", closefd=False))
+        monkeypatch.setattr(sys, "stdin", open(program_end, encoding="utf-8", closefd=False))
         for name in ("stdout", "stderr"):
-            monkeypatch.setattr(sys, name, open(theirs, "w", encoding="utf-8", closefd=False))
+            monkeypatch.setattr(sys, name, open(program_end, "w", encoding="utf-8", closefd=False))
         typing = threading.Thread(target=type_when_shown, args=(steps,), daemon=True)
         typing.start()
         converse(talk)
@@ -279,12 +280,12 @@ def terminal(monkeypatch):
         return bytes(shown)
 
     yield play
-    os.close(theirs)
+    os.close(program_end)
     reader.join(5)
-    os.close(ours)
+    os.close(user_end)
 
 
-def test_a_conversation_at_a_terminal(session, terminal):
+def test_a_conversation_on_a_terminal(session, terminal):
     talk = session("\x1b[2Jyes", "the quick brown fox jumps", "dog")
     parrot, before = talk.models["tuned"], signal.getsignal(signal.SIGINT)
 
@@ -308,17 +309,17 @@ def test_a_conversation_at_a_terminal(session, terminal):
     assert parrot.prompts[2] == START + ASK.format("/etc/hosts?")
 
 
-def test_a_mistake_in_a_conversation_costs_its_question_alone(session, terminal):
+def test_a_message_that_is_too_long_does_not_end_the_conversation(session, terminal):
     talk = session("fox", limit=120, max_new_tokens=4)
     terminal(talk, (">>> ", "x" * 200 + "\n"), ("Shorten it", ""), (">>> ", "Hello?\n"), ("fox", ""),
              (">>> ", "\x04"))
     assert len(talk.models["tuned"].prompts) == 1
 
 
-# What is talked to --------------------------------------------------------------------------------------------------
+# Models to chat with ------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp_path, capsys):
+def test_invalid_options_are_rejected_before_anything_is_loaded(finished, llama_folder, tmp_path, capsys):
     run, model = str(finished().root), str(llama_folder)
     (tmp_path / "empty").mkdir()
     for arguments, message in {
@@ -342,10 +343,10 @@ def test_mistakes_are_told_before_anything_is_loaded(finished, llama_folder, tmp
         ("--run", run, "--generation.temprature", "0.5"): "Did you mean --generation.temperature?",
         ("--run", run, "--device", "cuda:77", "--prompt", "x"): "torch has no such device here",
     }.items():
-        assert message in refused(capsys, *arguments), arguments
+        assert message in get_error(capsys, *arguments), arguments
 
 
-def test_runs_that_cannot_answer(finished, tmp_path, llama_folder, capsys):
+def test_a_run_that_cannot_answer_is_rejected(finished, tmp_path, llama_folder, capsys):
     run = finished("copy")
     text = run.config.read_text()
     for old, new, message in (("class_path: SFT\n", "class_path: QA\n",
@@ -355,17 +356,17 @@ def test_runs_that_cannot_answer(finished, tmp_path, llama_folder, capsys):
                               ("rank: 4", "rank: four", "rank")):
         assert old in text
         run.config.write_text(text.replace(old, new))
-        assert message in refused(capsys, "--run", str(run.root), "--prompt", "x")
+        assert message in get_error(capsys, "--run", str(run.root), "--prompt", "x")
     run.config.write_text(text)
     run.model.rename(tmp_path / "elsewhere")
-    assert "contains no model. Use a checkpoint: --ckpt_path last" in refused(capsys, "--run", str(run.root),
-                                                                              "--prompt", "x")
+    assert "contains no model. Use a checkpoint: --ckpt_path last" in get_error(capsys, "--run", str(run.root),
+                                                                                "--prompt", "x")
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
-    assert "is a BertForMaskedLM. Use a causal language model" in refused(capsys, "--model", str(tmp_path / "bert"))
+    assert "is a BertForMaskedLM. Use a causal language model" in get_error(capsys, "--model", str(tmp_path / "bert"))
 
 
-def test_a_run_is_asked_without_its_rows(finished, monkeypatch, capsys):
-    """Its data may be gone; its template, system turn and settings are those of its recipe."""
+def test_a_run_answers_without_its_data(finished, monkeypatch, capsys):
+    """The data may be gone; template, system turn and settings come from the run's recipe."""
     source = read_run(str(finished().root), None)
     assert source.is_chat and source.generation == Generation(max_new_tokens=6) and source.seed == 7
     assert source.precision == "32-true" and source.model.quantize == source.base.quantize == "nf4"
@@ -375,8 +376,8 @@ def test_a_run_is_asked_without_its_rows(finished, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("task", "layout"), [("CLM", None), ("SFT", "text"), ("SFT", None)])
-def test_a_run_on_whole_texts_goes_on_with_texts(task, layout, tmp_path, llama_folder):
-    """Of language modelling, or of rows that are whole texts by the report; where there is none, of turns."""
+def test_a_run_trained_on_plain_texts_continues_texts(task, layout, tmp_path, llama_folder):
+    """Test CLM, an SFT run whose report has the layout `text`, and an SFT run without a report, which has turns."""
     folder = tmp_path / "run"
     (folder / "model").mkdir(parents=True)
     for file in llama_folder.iterdir():
@@ -388,12 +389,12 @@ def test_a_run_on_whole_texts_goes_on_with_texts(task, layout, tmp_path, llama_f
     (folder / "data_report.json").write_text(json.dumps({"sources": {"gone": {"format": layout}}} if layout else {}))
     source = read_run(str(folder), None)
     assert source.is_chat == (task == "SFT" and not layout) and source.precision == "bf16-mixed"
-    written = source.data.tokenizer.decode(source.encode([{"role": "user", "content": "the quick brown"}]))
-    assert written == (START + ASK.format("the quick brown") if source.is_chat else "<s>the quick brown")
+    rendered = source.data.tokenizer.decode(source.encode([{"role": "user", "content": "the quick brown"}]))
+    assert rendered == (START + ASK.format("the quick brown") if source.is_chat else "<s>the quick brown")
     assert source.base is None and source.model.pretrained == str(folder / "model") and not source.model.config
 
 
-def test_a_models_own_settings(llama_folder, tmp_path, capsys):
+def test_a_model_folder_uses_its_own_generation_settings(llama_folder, tmp_path, capsys):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((llama_folder / name).read_bytes())
     file = tmp_path / "generation_config.json"
@@ -401,12 +402,12 @@ def test_a_models_own_settings(llama_folder, tmp_path, capsys):
     source = read_model(str(tmp_path), None, None, None)
     assert source.generation == Generation(do_sample=True, temperature=0.6) and source.stop_token_ids == [2, 7]
     assert "sets min_p; chat does not support this" in capsys.readouterr().err
-    file.write_text('{"temperature": 0.6, "num_beams": 3}')  # which greedy search does not use
+    file.write_text('{"temperature": 0.6, "num_beams": 3}')  # greedy search ignores the temperature
     assert read_model(str(tmp_path), None, None, None).generation == Generation(num_beams=3)
     for name in ("generation_config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{")
-        assert f"{name} cannot be read" in refused(capsys, "--model", str(tmp_path))
+        assert f"{name} cannot be read" in get_error(capsys, "--model", str(tmp_path))
         (tmp_path / name).write_text("{}")
-    assert "adapter_config.json has no peft_type" in refused(capsys, "--model", str(tmp_path))
+    assert "adapter_config.json has no peft_type" in get_error(capsys, "--model", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "does not name the adapter's base model" in refused(capsys, "--model", str(tmp_path))
+    assert "does not name the adapter's base model" in get_error(capsys, "--model", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The W&B workspace: which metrics it shows, what is said without an account, what is sent with one."""
+"""The W&B workspace: its metrics, the error without an API key, and what is saved with one."""
 
 import json
 import re
@@ -12,7 +12,7 @@ pytest.importorskip("wandb_workspaces")
 
 
 @pytest.mark.parametrize(("x", "axis"), [("step", "trainer/global_step"), ("tokens", "train/tokens")])
-def test_it_shows_every_metric_over_the_axis(x, axis):
+def test_the_workspace_shows_every_metric_over_the_chosen_axis(x, axis):
     content = json.loads(workspace("project", "me", "runs", x)._to_model().model_dump_json())
     text = json.dumps(content)
     for metric in ("train/loss", "val/loss", "val/perplexity", "val/accuracy", "val/exact_match", "val/f1", "train/lr",
@@ -25,14 +25,14 @@ def test_it_shows_every_metric_over_the_axis(x, axis):
     assert axis in text
 
 
-def test_without_an_account_it_names_the_other_way(tmp_path, monkeypatch, capsys):
+def test_without_an_api_key_the_error_names_report(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(["dashboard"]) == 2
-    assert "no API key is set" in (said := capsys.readouterr().err) and "train.py report" in said
+    assert "no API key is set" in (error := capsys.readouterr().err) and "train.py report" in error
 
 
-def test_with_one_it_is_saved_there(monkeypatch, capsys):
+def test_with_an_api_key_the_workspace_is_saved_to_wandb(monkeypatch, capsys):
     import wandb
     import wandb_workspaces.workspaces as workspaces
 
@@ -44,9 +44,9 @@ def test_with_one_it_is_saved_there(monkeypatch, capsys):
     assert (saved[0].project, saved[0].entity, saved[0].settings.x_axis) == ("x", "me", "train/tokens")
     assert "https://example.org/view" in capsys.readouterr().out
 
-    def refused(_):
+    def reject(_):
         raise wandb.errors.CommError("project not found")
 
-    monkeypatch.setattr(workspaces.Workspace, "save", refused)
+    monkeypatch.setattr(workspaces.Workspace, "save", reject)
     assert main(["dashboard", "--entity", "me"]) == 2
     assert "W&B rejected" in capsys.readouterr().err

@@ -9,14 +9,14 @@ from lmmods.torch_engine.nn.cpu_kernels import stays_float32, uses_onednn
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_products_are_those_of_training(recipe, tmp_path, fast):
-    seen = []
+def test_a_dry_run_uses_the_kernels_of_training_and_writes_nothing(recipe, tmp_path, fast):
+    onednn_states = []
 
     def watch(metrics: dict[str, float]) -> bool:
-        seen.append(uses_onednn())
+        onednn_states.append(uses_onednn())
         return True
 
     with Setup(parse(["fit", *recipe(model__init_args__fast_kernels=fast)], {})) as setup:
         dry_run(setup, watch)
-    assert seen == [fast and stays_float32()] and not uses_onednn()
+    assert onednn_states == [fast and stays_float32()] and not uses_onednn()
     assert not (tmp_path / "run").exists()
