@@ -65,8 +65,8 @@ def tables() -> list[str]:
 
 def test_the_page_has_the_tables():
     """To write them anew: python tests/extras/test_migration.py"""
-    found = re.findall(rf"{re.escape(HEADER)}(?:\|.*\n)+", PAGE.read_text())
-    assert found == tables() and len(found) == 6
+    page_tables = re.findall(rf"{re.escape(HEADER)}(?:\|.*\n)+", PAGE.read_text())
+    assert page_tables == tables() and len(page_tables) == 6
 
 
 def test_errors_name_every_key_that_the_page_omits():
@@ -88,12 +88,12 @@ def test_no_table_has_a_key_twice():
 def test_every_key_that_migrate_asks_for_is_in_a_table():
     shared = rows_of("transformers") | rows_of("libraries")
     for module in (axolotl, llamafactory, trl, training):
-        asked = set(re.findall(r"""draft\.(?:get|put_value)\("(\w+)\"""", Path(module.__file__).read_text()))
-        assert len(asked) > 15
+        requested = set(re.findall(r"""draft\.(?:get|put_value)\("(\w+)\"""", Path(module.__file__).read_text()))
+        assert len(requested) > 15
         known = shared | rows_of(module.__name__.rsplit(".", 1)[-1])
         if module is training:
             known |= rows_of("axolotl") | rows_of("trl")
-        assert not {key for key in asked if key not in known}, module.__name__
+        assert not {key for key in requested if key not in known}, module.__name__
     for program, marks in MARKS.items():
         second_layout = {"model_class", "train_dataset", "dist_config"}
         assert marks <= rows_of(program).keys() | shared.keys() | second_layout
@@ -154,8 +154,8 @@ def test_nothing_is_said_of_a_key_that_no_program_has():
 ])
 def test_a_foreign_key_is_an_error_that_names_ours(recipe, tmp_path, capsys, changes, extra, message):
     assert main(["fit", *recipe(**changes), *extra]) == 2
-    said = re.sub(rf"{tmp_path}/(recipe.yaml):\d+: ", r"\1: ", capsys.readouterr().err)
-    assert said.startswith(message)
+    error = re.sub(rf"{tmp_path}/(recipe.yaml):\d+: ", r"\1: ", capsys.readouterr().err)
+    assert error.startswith(message)
 
 
 # migrate ----------------------------------------------------------------------------------------------------------
@@ -244,15 +244,15 @@ def migrated(tmp_path, monkeypatch, capsys):
     def migrate(text: str, *options: str) -> tuple[dict, str]:
         (tmp_path / "theirs.yaml").write_text(text)
         status = main(["migrate", "theirs.yaml", "--out", "recipe.yaml", *options])
-        said = capsys.readouterr().err
-        assert status == 0, said
-        return yaml.safe_load((tmp_path / "recipe.yaml").read_text()), said
+        messages = capsys.readouterr().err
+        assert status == 0, messages
+        return yaml.safe_load((tmp_path / "recipe.yaml").read_text()), messages
 
     return migrate
 
 
 def test_axolotl(migrated, tmp_path):
-    recipe, said = migrated(AXOLOTL)
+    recipe, messages = migrated(AXOLOTL)
     assert recipe["trainer"] == {
         "precision": "auto", "max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 0.25,
         "gradient_clip_val": 1.0, "log_every_n_steps": 10, "default_root_dir": "runs/migrated",
@@ -272,17 +272,17 @@ def test_axolotl(migrated, tmp_path):
     assert recipe["checkpoint"] == {"every_n_steps": None}
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
-    for lost in ("no_such_option: unknown key", "trust_remote_code: on the command line",
+    for note in ("no_such_option: unknown key", "trust_remote_code: on the command line",
                  "at most 100 steps", "loss_watchdog_threshold: a loss that is not a number stops the run, a high loss",
                  "val_set_size: data.seed selects the held-out rows"):
-        assert lost in said and lost in " ".join(text.replace("\n#", "").split()), lost
+        assert note in messages and note in " ".join(text.replace("\n#", "").split()), note
     kernels = "(model.fast_kernels is on by default: the same functions, faster)"
     for unneeded in (f"plugins: [axolotl.integrations.liger.LigerPlugin], liger_rope: true {kernels}",
                      "datasets[].train_on_eos: turn (the end token of a target turn is a target"):
-        assert unneeded in said and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
-    assert said.index("Not needed here:") > said.index("No counterpart:")
-    _, said = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
-    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl" in said
+        assert unneeded in messages and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
+    assert messages.index("Not needed here:") > messages.index("No counterpart:")
+    _, messages = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
+    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl" in messages
 
 
 @pytest.mark.parametrize("key", ["train_on_eos", "train_on_eot"])
@@ -303,7 +303,7 @@ def test_llamafactory(migrated, tmp_path):
         "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "response": "answer"}},
         "other": {"hf_hub_url": "some/other", "subset": "en", "formatting": "sharegpt",
                   "columns": {"messages": "talk"}, "tags": {"role_tag": "who", "user_tag": "human"}}}))
-    recipe, said = migrated(LLAMAFACTORY)
+    recipe, messages = migrated(LLAMAFACTORY)
     assert recipe["data"]["init_args"] == {
         "source": [{"path": "sets/mine.json", "columns": {"ask": "instruction", "answer": "output"}, "limit": 1000},
                    {"path": "some/other", "name": "en", "columns": {"talk": "messages"}, "limit": 1000}],
@@ -317,12 +317,12 @@ def test_llamafactory(migrated, tmp_path):
     assert trainer["val_check_interval"] == 50 and trainer["precision"] == "bf16-true"
     assert trainer["strategy"] == {"class_path": "lmmods.strategies.DeepSpeed",
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
-    assert "cosine_with_restarts is not supported; cosine is used instead" in said
-    assert "Not needed here:\n  - plot_loss: true (loss.png is always plotted)\n" in said
+    assert "cosine_with_restarts is not supported; cosine is used instead" in messages
+    assert "Not needed here:\n  - plot_loss: true (loss.png is always plotted)\n" in messages
 
 
 def test_trl(migrated):
-    recipe, said = migrated(TRL)
+    recipe, messages = migrated(TRL)
     assert recipe["data"]["init_args"] == {
         "source": {"path": "some/rows", "name": "en"}, "train_on": "responses", "packing": True, "batch_size": 8,
         "val_source": {"path": "some/rows", "name": "en", "split": "test"}, "max_length": 2048,
@@ -331,7 +331,7 @@ def test_trl(migrated):
     assert recipe["model"]["init_args"]["double_quant"] is False
     assert recipe["model"]["init_args"]["optimizer"] == {"name": "adamw", "lr": 1e-5, "schedule": "constant"}
     assert recipe["trainer"]["precision"] == "bf16-mixed" and recipe["trainer"]["log_every_n_steps"] == 10
-    assert "has no warmup" in said
+    assert "has no warmup" in messages
 
 
 def test_texts_are_the_task_clm():

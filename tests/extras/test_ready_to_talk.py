@@ -1,4 +1,4 @@
-"""A chat model leaves ready to talk: plain transformers writes its prompts, and its answers end by themselves."""
+"""Exported chat models: plain transformers renders the prompts and generates the same answers, which stop."""
 
 import json
 import re
@@ -18,7 +18,7 @@ TURNS = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 
 @pytest.fixture(scope="session")
 def chat_base(shared, tokenizer_folder) -> Path:
-    """A random Llama whose vocabulary has chatml's tokens, and that knows no chat template."""
+    """Return a random Llama with ChatML tokens but without a chat template."""
     def fill(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         tokenizer.add_special_tokens(TURNS)
@@ -35,35 +35,36 @@ def chat_base(shared, tokenizer_folder) -> Path:
 
 @pytest.fixture(scope="session")
 def chats(shared) -> Path:
-    """Two questions, four times each."""
-    rows = [{"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
-            for ask, answer in ANSWERS.items()] * 4
+    """Return a file with two conversations, four times each."""
+    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in ANSWERS.items()] * 4
     text = "".join(json.dumps(row) + "\n" for row in rows)
     return shared("chats", lambda folder: (folder / "rows.jsonl").write_text(text)) / "rows.jsonl"
 
 
-def said_by(folder: Path, base: Path, monkeypatch) -> dict[str, list[int]]:
-    """New tokens for each question of the model that a card's own words load."""
+def answer_by_card(folder: Path, base: Path, monkeypatch) -> dict[str, list[int]]:
+    """Load a model with the code on its card and return the new tokens for each question."""
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(folder)
-    if "PeftModel" in code:  # a base that only this machine has goes by its last name
+    if "PeftModel" in code:  # the card shows only the last part of a local base's path
         (folder / base.name).symlink_to(base)
-    found: dict = {}
-    exec(code, found)  # noqa: S102 - the point of the test
-    model, tokenizer = found["model"], found["tokenizer"]
-    assert found["tokens"].shape[1] > found["prompt"]["input_ids"].shape[1]
-    said = {}
-    for ask in ANSWERS:
-        prompt = tokenizer.apply_chat_template([*found["messages"][:-1], {"role": "user", "content": ask}],
+    scope: dict = {}
+    exec(code, scope)  # noqa: S102 - the point of the test
+    model, tokenizer = scope["model"], scope["tokenizer"]
+    assert scope["tokens"].shape[1] > scope["prompt"]["input_ids"].shape[1]
+    answers = {}
+    for question in ANSWERS:
+        prompt = tokenizer.apply_chat_template([*scope["messages"][:-1], {"role": "user", "content": question}],
                                                add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        said[ask] = model.generate(**prompt)[0, prompt["input_ids"].shape[1]:].tolist()
-    return said
+        answers[question] = model.generate(**prompt)[0, prompt["input_ids"].shape[1]:].tolist()
+    return answers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["full", "lora"])
-def test_a_chat_model_says_what_predict_says_and_ends(engine, lora, finished, chat_base, chats, tmp_path, monkeypatch):
+def test_an_exported_chat_model_answers_as_predict_does_and_stops(engine, lora, finished, chat_base, chats, tmp_path,
+                                                                  monkeypatch):
     run = finished("run", engine=engine, trainer__max_steps=40, trainer__val_check_interval=40,
                    trainer__limit_val_batches=0, checkpoint={"every_n_steps": 40},
                    model__init_args={"pretrained": str(chat_base), "lora": lora, "generation": {"max_new_tokens": 40},
@@ -81,12 +82,12 @@ def test_a_chat_model_says_what_predict_says_and_ends(engine, lora, finished, ch
         folders.append(tmp_path / "merged")
         assert main(["merge", "--run", str(run.root), "--out", str(folders[1])]) == 0
     for folder in folders:
-        for ask, tokens in said_by(folder, chat_base, monkeypatch).items():
-            assert tokens == [*tokenizer(ANSWERS[ask], add_special_tokens=False)["input_ids"], end]
+        for question, tokens in answer_by_card(folder, chat_base, monkeypatch).items():
+            assert tokens == [*tokenizer(ANSWERS[question], add_special_tokens=False)["input_ids"], end]
         settings = json.loads((folder / "generation_config.json").read_text())
         assert settings == {"bos_token_id": 1, "eos_token_id": [2, end, 5], "max_new_tokens": 40, "pad_token_id": 0}
     data = SFTData(str(chats), tokenizer=str(chat_base), template="chatml", system_prompt=SYSTEM, max_length=96)
     data.setup("fit")
-    asked = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}] for ask in ANSWERS]
+    turns = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in ANSWERS]
     assert data.encode_prompts(list(ANSWERS)) == [
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] for messages in asked]
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] for messages in turns]

@@ -1,4 +1,4 @@
-"""`sweep`: the search space, W&B's file and what its agents make of it, and trials on this machine."""
+"""`sweep`: the search space, the W&B file and the commands of its agents, and local trials."""
 
 import contextlib
 import fcntl
@@ -38,14 +38,14 @@ def test_parameters_are_read_from_words_and_files(tmp_path):
 @pytest.mark.parametrize("words", [
     [], ["lr"], ["=3"], [f"{LR}=2..1"], [f"{LR}=0..1,log"], [f"{LR}=1..2,log,step=1"], [f"{LR}=1..2,step=5"],
     [f"{LR}=1,1"], [f"{LR}=1", f"{LR}=2"], [f"{LR}=1..2..3"], [f"{LR}=[1"], [f"{LR}=1..2,logg"]])
-def test_what_is_no_space_is_refused(words):
+def test_an_invalid_search_space_is_rejected(words):
     with pytest.raises(UserError, match="sweep: "):
         read_space(words, None)
 
 
 def test_a_grid_is_every_combination():
     space = read_space(["a=1..3", "b=0.1..0.3,step=0.1", "c=x"], None)
-    assert [tuple(each.values()) for each in grid(space)] == [(a, b, "x") for a in (1, 2, 3) for b in (0.1, 0.2, 0.3)]
+    assert [tuple(row.values()) for row in grid(space)] == [(a, b, "x") for a in (1, 2, 3) for b in (0.1, 0.2, 0.3)]
     with pytest.raises(UserError, match="a range without step"):
         grid(read_space(["a=0.5..1.0"], None))
     with pytest.raises(UserError, match="more than 10,000 combinations"):
@@ -55,11 +55,11 @@ def test_a_grid_is_every_combination():
 # The command line ---------------------------------------------------------------------------------------------------
 
 
-def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
+def test_options_of_sweep_and_of_fit_may_be_in_any_order():
     words = f"--config a.yaml {LR}=1,2 --trials 3 --trainer.max_steps 5 data.batch_size=1,2 --engine=jax --seed=4"
-    own = registry.parse_command("sweep", words.split())
-    assert own["recipe"] == ["--config", "a.yaml", "--trainer.max_steps", "5", "--engine=jax"]
-    assert own["parameters"] == [f"{LR}=1,2", "data.batch_size=1,2"] and (own["trials"], own["seed"]) == (3, 4)
+    parsed = registry.parse_command("sweep", words.split())
+    assert parsed["recipe"] == ["--config", "a.yaml", "--trainer.max_steps", "5", "--engine=jax"]
+    assert parsed["parameters"] == [f"{LR}=1,2", "data.batch_size=1,2"] and (parsed["trials"], parsed["seed"]) == (3, 4)
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -71,30 +71,30 @@ def test_its_own_options_and_those_of_fit_may_stand_in_any_order():
     ([f"{LR}=1.0..2", "--sampler", "grid"], "range without step"),
     ([f"{LR}=1,2", "--backend", "wandb", "--trials", "3"], "applies only to --backend optuna"),
     ([f"{LR}=1,2", "--backend", "wandb"], "does not log to W&B")])
-def test_what_fit_would_refuse_is_refused_before_anything_runs(recipe, tmp_path, monkeypatch, capsys, words, message):
+def test_what_fit_rejects_is_rejected_before_anything_runs(recipe, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", *recipe(), *words, "--folder", "made"]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "ranked"), [
+@pytest.mark.parametrize(("words", "metric"), [
     ([], ("val/reward", "maximize")), (["--metric", "val/pass@1"], ("val/pass@1", "minimize")),
     (["--metric", "val/pass@1", "--mode", "max"], ("val/pass@1", "maximize"))])
-def test_trials_are_compared_as_checkpoints_are(recipe, tmp_path, monkeypatch, words, ranked):
+def test_trials_are_compared_as_checkpoints_are(recipe, tmp_path, monkeypatch, words, metric):
     monkeypatch.chdir(tmp_path)
     arguments = recipe(trainer__logger=[{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
                        model__class_path="GRPO", model__init_args__rewards=[{"name": "exact_match"}],
                        data__class_path="PromptData")
     assert main(["sweep", *arguments, f"{LR}=1e-6,1e-5", "--backend", "wandb", "--folder", "made", *words]) == 0
     content = yaml.safe_load((tmp_path / "made" / "sweep.yaml").read_text())
-    assert (content["metric"]["name"], content["metric"]["goal"]) == ranked
+    assert (content["metric"]["name"], content["metric"]["goal"]) == metric
 
 
 # W&B ----------------------------------------------------------------------------------------------------------------
 
 
-def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
-    """The command that W&B's agent makes of the file, with the values of a trial, run with a `python` that tells."""
+def test_a_wandb_agent_starts_fit_in_a_folder_of_its_run(recipe, tmp_path, monkeypatch):
+    """Build the command as a W&B agent does and run it with a `python` that prints its arguments."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     monkeypatch.chdir(tmp_path)
@@ -116,13 +116,13 @@ def test_agents_start_fit_in_a_folder_of_the_run(recipe, tmp_path, monkeypatch):
     python.parent.mkdir()
     python.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env={
         "PATH": f"{python.parent}:{os.environ['PATH']}", "WANDB_RUN_ID": "abc123"}).stdout.splitlines()
-    assert said == ["train.py", "fit", *arguments, "--trainer.default_root_dir", "my sweep/abc123", f"--{LR}=0.003",
-                    '--model.lora={"rank": 4}']
+    assert output == ["train.py", "fit", *arguments, "--trainer.default_root_dir", "my sweep/abc123", f"--{LR}=0.003",
+                      '--model.lora={"rank": 4}']
 
 
-def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path):
+def test_a_run_started_by_an_agent_has_the_agents_run_id(monkeypatch, tmp_path):
     from lmmods.runs.wandb import SUPPORT
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
@@ -131,7 +131,7 @@ def test_a_run_of_an_agent_has_the_id_that_the_agent_knows(monkeypatch, tmp_path
     assert options["id"] == "abc123"
 
 
-def test_passwords_do_not_go_to_wandb(recipe, tmp_path, capsys):
+def test_a_password_is_not_sent_to_wandb(recipe, tmp_path, capsys):
     arguments = [*recipe(trainer__logger=[{"class_path": "WandbLogger"}]), "--data.source", "https://a:b@host/x.jsonl"]
     assert main(["sweep", *arguments, f"{LR}=1,2", "--backend", "wandb", "--folder", str(tmp_path / "s")]) == 2
     assert "contains a password or token" in capsys.readouterr().err and not (tmp_path / "s").exists()
@@ -143,57 +143,57 @@ def test_passwords_do_not_go_to_wandb(recipe, tmp_path, capsys):
 SPACE = ["x=0.0..1.0", "kind=a,b"]
 
 
-def study(folder: Path, sampler: str = "tpe", pruner: str = "median") -> Study:
+def make_study(folder: Path, sampler: str = "tpe", pruner: str = "median") -> Study:
     folder.mkdir(exist_ok=True)
     return Study(folder, read_space(SPACE, None), sampler, pruner, 3, "min")
 
 
-def answered(made: Study, most: int, until: int = 99) -> list[dict]:
-    """What is tried where the metric is (x - 0.3)², known in three parts."""
-    tried = []
-    while len(tried) < until and (asked := made.ask(most)) is not None:
-        trial, held = asked
-        tried.append(trial.params)
+def run_trials(study: Study, max_trials: int, stop_after: int = 99) -> list[dict]:
+    """Run trials with the metric (x - 0.3)², reported in three steps, and return their parameters."""
+    params = []
+    while len(params) < stop_after and (trial_and_lock := study.ask(max_trials)) is not None:
+        trial, lock = trial_and_lock
+        params.append(trial.params)
         value = (trial.params["x"] - 0.3) ** 2
-        if made.should_prune(trial, [(step, value + 1 / step) for step in (1, 2, 3)]):
-            made.finish(trial, "pruned")
+        if study.should_prune(trial, [(step, value + 1 / step) for step in (1, 2, 3)]):
+            study.finish(trial, "pruned")
         else:
-            made.finish(trial, "complete", value)
-        os.close(held)
-    return tried
+            study.finish(trial, "complete", value)
+        os.close(lock)
+    return params
 
 
-def test_a_study_that_is_taken_up_again_tries_what_it_would_have_tried(tmp_path):
-    whole, first = study(tmp_path / "whole"), study(tmp_path / "parts")
-    tried, begun = answered(whole, 12), answered(first, 12, until=6)
+def test_a_resumed_study_tries_the_same_parameters(tmp_path):
+    whole, first = make_study(tmp_path / "whole"), make_study(tmp_path / "parts")
+    expected, first_params = run_trials(whole, 12), run_trials(first, 12, stop_after=6)
     with open(tmp_path / "parts" / "study.journal", "ab") as journal:
-        journal.write(b'{"op_code": 4')  # the process was killed while it wrote
-    second = study(tmp_path / "parts")
-    assert begun + answered(second, 12) == tried and len(tried) == 12
-    states = [[trial.state.name for trial in made.trials()] for made in (whole, second)]
+        journal.write(b'{"op_code": 4')  # the process was killed while writing
+    second = make_study(tmp_path / "parts")
+    assert first_params + run_trials(second, 12) == expected and len(expected) == 12
+    states = [[trial.state.name for trial in study.trials()] for study in (whole, second)]
     assert states[0] == states[1] and {"PRUNED", "COMPLETE"} == set(states[0])
 
 
-def test_a_trial_whose_process_died_is_taken_over_and_one_at_work_is_not(tmp_path):
-    first, second = study(tmp_path / "s"), study(tmp_path / "s")
-    trial, held = first.ask(2)
+def test_only_a_trial_whose_process_died_is_resumed(tmp_path):
+    first, second = make_study(tmp_path / "s"), make_study(tmp_path / "s")
+    trial, lock = first.ask(2)
     assert first.should_prune(trial, [(1, 0.5)]) is False
     other, _ = second.ask(2)
     assert other.number == 1 and second.ask(2) is None
-    os.close(held)  # as the end of its process does
-    taken, _ = second.ask(2)
-    assert (taken.number, taken.params) == (0, trial.params)
-    second.should_prune(taken, [(1, 0.7), (2, 0.4)])  # what it knows of step 1 stays
+    os.close(lock)  # as when its process ends
+    resumed, _ = second.ask(2)
+    assert (resumed.number, resumed.params) == (0, trial.params)
+    second.should_prune(resumed, [(1, 0.7), (2, 0.4)])  # the value of step 1 stays
     assert second.trials()[0].intermediate_values == {1: 0.5, 2: 0.4}
 
 
-def test_a_grid_ends_when_all_of_it_was_tried(tmp_path):
-    made = Study(tmp_path, read_space(["x=1,2", "kind=a,b"], None), "grid", "none", 0, "min")
-    tried = []
-    while asked := made.ask(None):
-        tried.append(tuple(asked[0].params.values()))
-        made.finish(asked[0], "complete", 1.0)
-    assert tried == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+def test_a_grid_ends_after_every_combination(tmp_path):
+    study = Study(tmp_path, read_space(["x=1,2", "kind=a,b"], None), "grid", "none", 0, "min")
+    combinations = []
+    while trial_and_lock := study.ask(None):
+        combinations.append(tuple(trial_and_lock[0].params.values()))
+        study.finish(trial_and_lock[0], "complete", 1.0)
+    assert combinations == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
 
 
 # Trials -------------------------------------------------------------------------------------------------------------
@@ -201,37 +201,37 @@ def test_a_grid_ends_when_all_of_it_was_tried(tmp_path):
 
 @pytest.fixture
 def in_process(monkeypatch, capfd):
-    """Trials run in this process, one after the other; `fails` says what is done instead of the n-th."""
-    calls, fails = [], {}
+    """Run trials in this process, one after the other; `replacements` has functions to call instead of the n-th."""
+    calls, replacements = [], {}
 
     @contextlib.contextmanager
-    def started(arguments, log, keeps):
-        with pytest.raises(BlockingIOError), open(f"/dev/fd/{keeps[0]}") as held:  # a lock that the child would share
-            fcntl.flock(os.open(os.readlink(held.name), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def run_here(arguments, log, descriptors):
+        with pytest.raises(BlockingIOError), open(f"/dev/fd/{descriptors[0]}") as lock:  # a child's lock
+            fcntl.flock(os.open(os.readlink(lock.name), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
         calls.append(arguments)
-        status = fails[len(calls)]() if len(calls) in fails else main(arguments)
+        status = replacements[len(calls)]() if len(calls) in replacements else main(arguments)
         log.write_text(capfd.readouterr().err)
         yield SimpleNamespace(poll=lambda: status, returncode=status, terminate=lambda: None)
 
-    monkeypatch.setattr(trials_module, "started", started)
-    return calls, fails
+    monkeypatch.setattr(trials_module, "started", run_here)
+    return calls, replacements
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_and_counts_what_fails(recipe, tmp_path, monkeypatch, in_process, stop_at, capfd):
-    """The first trial is interrupted in its third step, the second one's loss is soon not a number."""
+def test_a_sweep_resumes_and_counts_failed_trials(recipe, tmp_path, monkeypatch, in_process, stop_at, capfd):
+    """Interrupt the first trial in its third step; the second has a NaN loss."""
     monkeypatch.chdir(tmp_path)
-    calls, fails = in_process
-    fails[1] = lambda: (stop_at(3), main(calls[-1]))[1]
+    calls, replacements = in_process
+    replacements[1] = lambda: (stop_at(3), main(calls[-1]))[1]
     sweep = ["sweep", *recipe(trainer__max_steps=4, trainer__val_check_interval=2), "model.optimizer.lr=0.01,1.0e+30",
              "--sampler", "grid", "--folder", "all"]
     assert main(sweep) == 130 and "The same command continues it" in capfd.readouterr().err
     assert main(sweep) == 0
-    said = capfd.readouterr().out
+    out = capfd.readouterr().out
     assert calls[1] == calls[0] and "--model.optimizer.lr=1e+30" in calls[2] and len(calls) == 3
     runs = [RunFolder(tmp_path / "all" / f"trial={number}") for number in range(2)]
-    assert [run.completed.exists() for run in runs] == [True, False] and "Best: all/trial=0" in said
-    assert "trial 1: failed: Step " in said and json.loads(runs[0].metrics_json.read_text())["trainer/global_step"] == 4
+    assert [run.completed.exists() for run in runs] == [True, False] and "Best: all/trial=0" in out
+    assert "trial 1: failed: Step " in out and json.loads(runs[0].metrics_json.read_text())["trainer/global_step"] == 4
     page = (tmp_path / "all" / "report.html").read_text()
     assert "<h2>Trials</h2>" in page and "model.<wbr>optimizer.<wbr>lr" in page and "loss is nan" in page
     assert main([*sweep, "--seed", "1"]) == 2 and "seed was 0, is 1" in capfd.readouterr().err
