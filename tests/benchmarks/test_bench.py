@@ -1,4 +1,4 @@
-"""The benchmark's own machinery: two workers in turn, the same weights and rows on both sides."""
+"""The benchmark programs: two workers in turn, with the same weights and rows."""
 
 import json
 import subprocess
@@ -20,13 +20,13 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(WORKERS))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    # pytest may know other modules by these names
+    # pytest may have imported other modules with these names
     for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace",
                  "predicting", "tricks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_a_row_of_the_table():
+def test_a_table_row_is_formatted_as_markdown():
     from table import Row, markdown
 
     last = markdown([Row("clm", "Trainer", 1.234, ">= 1.25", "why")]).splitlines()[-1]
@@ -35,7 +35,7 @@ def test_a_row_of_the_table():
 
 @pytest.mark.parametrize("task", ["sft", "clm", "mlm", "qa", "preference", "grpo", "sequence_classification",
                                   "token_classification"])
-def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
+def test_peers_get_the_same_training_rows(tmp_path, monkeypatch, task):
     from work import ANSWER_LENGTH, CONFIGS, ENCODER_TASKS, LABELS, NO_DROPOUT, Work
 
     monkeypatch.setitem(CONFIGS, "small", {"model_type": "bert", **NO_DROPOUT, **SMALL} if task in ENCODER_TASKS else
@@ -56,14 +56,14 @@ def test_peers_get_the_rows_that_we_train_on(tmp_path, monkeypatch, task):
         assert {len(row["input_ids"]) for row in rows} == {64}
     if task in LABELS:
         labels = [row["labels"] for row in rows]
-        known = {label for each in labels for label in (each if task == "token_classification" else [each])} - {-100}
+        known = {label for value in labels for label in (value if task == "token_classification" else [value])} - {-100}
         assert len(rows) == 40 and known <= set(range(len(LABELS[task]))) and len(known) > 2
-    if task == "mlm":  # they mask by themselves
+    if task == "mlm":  # peers mask themselves
         assert not any(3 in row["input_ids"] for row in rows)
     assert (folder / "check.json").exists() and (folder / "recipe.yaml").exists()
 
 
-def test_weights_are_written_in_their_dtype(tmp_path, monkeypatch):
+def test_weights_are_saved_in_the_requested_dtype(tmp_path, monkeypatch):
     import torch
     from safetensors.torch import load_file
     from work import CONFIGS, Work
@@ -74,7 +74,7 @@ def test_weights_are_written_in_their_dtype(tmp_path, monkeypatch):
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
 
 
-def test_an_answer_never_ends():
+def test_a_banned_end_token_is_never_sampled():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from work import ban_end_token
@@ -86,7 +86,7 @@ def test_an_answer_never_ends():
     assert probabilities[:, 2].max() < 1e-9 and probabilities.max() < 0.05
 
 
-def test_a_step_is_divided_into_its_parts():
+def test_step_time_is_split_into_its_parts():
     from bench import _format_step
     from pair import Result
 
@@ -97,7 +97,7 @@ def test_a_step_is_divided_into_its_parts():
     assert _format_step(result) == "2.00 (drawing 25%, rewards 5%, rest 70%)"
 
 
-def test_every_peer_can_be_made_and_started():
+def test_every_peer_has_an_environment_and_a_program():
     from bench import COMPARISONS, HERE, PEERS
 
     for peer in PEERS.values():
@@ -106,7 +106,7 @@ def test_every_peer_can_be_made_and_started():
         assert {comparison.against, *comparison.tuned} <= {*PEERS, "our torch"}
 
 
-def test_every_trick_is_one_of_a_recipe(capsys):
+def test_every_trick_has_valid_recipe_options(capsys):
     from tricks import TRICKS
     from work import TASKS
 
@@ -124,11 +124,11 @@ def test_every_trick_is_one_of_a_recipe(capsys):
 def test_tuned_peers_do_the_same_work():
     from bench import COMPARISONS, PEERS
 
-    tuned = [(comparison, each) for comparison in COMPARISONS for each in comparison.list_tuned()]
-    assert tuned and all(PEERS[each.against].tuned for _, each in tuned)
-    for comparison, each in tuned:
-        same = replace(comparison, against=each.against, target=each.target, memory=None, start=None)
-        assert each == same and each.target == comparison.tuned[each.against]
+    tuned = [(comparison, peer) for comparison in COMPARISONS for peer in comparison.list_tuned()]
+    assert tuned and all(PEERS[peer.against].tuned for _, peer in tuned)
+    for comparison, peer in tuned:
+        same = replace(comparison, against=peer.against, target=peer.target, memory=None, start=None)
+        assert peer == same and peer.target == comparison.tuned[peer.against]
 
 
 def test_grouped_batches_are_shuffled_whole_and_the_longest_stays_first():
@@ -144,7 +144,7 @@ def test_grouped_batches_are_shuffled_whole_and_the_longest_stays_first():
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_worker_reports_whole_rounds(stride):
-    asked = {"warm_up": 2, "steps": 4, "launched": time.monotonic()}
+    options = {"warm_up": 2, "steps": 4, "launched": time.monotonic()}
     program = """
 import sys
 from rounds import Rounds, read_settings
@@ -152,19 +152,19 @@ stride = int(sys.argv[2])
 rounds = Rounds(read_settings(), stride)
 rounds.record_ready()
 rounds.record_loss(1.5)
-print("what a library says")
+print("output of a library")
 while True:
     rounds.record_step(10 * stride)
 """
-    done = subprocess.run([sys.executable, "-c", program, json.dumps(asked), str(stride)], cwd=WORKERS, input="\n\n",
-                          env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True, timeout=60)
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["tokens"] for each in reports] == [20, 40, 40], done.stderr
-    assert all(each["loss"] == 1.5 and 0 < each["ready"] < 60 and 0 < each["libraries"] <= each["peak"]
-               for each in reports)
+    result = subprocess.run([sys.executable, "-c", program, json.dumps(options), str(stride)], cwd=WORKERS,
+                            input="\n\n", env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True, timeout=60)
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [report["tokens"] for report in reports] == [20, 40, 40], result.stderr
+    assert all(report["loss"] == 1.5 and 0 < report["ready"] < 60 and 0 < report["libraries"] <= report["peak"]
+               for report in reports)
 
 
-def test_a_clock_counts_time_within_the_network():
+def test_a_clock_measures_time_inside_the_model():
     import torch
     from predicting import Clock
 
@@ -187,7 +187,7 @@ def test_a_clock_counts_time_within_the_network():
     assert clock.total == pytest.approx(0.3, abs=0.05)
 
 
-def test_rounds_of_broken_strides_are_refused():
+def test_steps_that_are_not_multiples_of_the_stride_are_rejected():
     from rounds import Rounds
 
     with pytest.raises(ValueError, match="not multiples of 4"):
@@ -202,7 +202,7 @@ def test_an_evicted_file_keeps_its_content(tmp_path):
     assert (tmp_path / "weights").read_bytes() == b"new" * 10_000
 
 
-def test_a_planned_size_is_read():
+def test_a_size_in_the_output_of_plan_is_parsed():
     from plans import parse_gibibytes
 
     assert parse_gibibytes("simulated  fits: about 1.25 GiB of 23.54 GiB for a step") == 1.25
@@ -240,22 +240,22 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
-def test_two_workers_step_in_turn_from_the_same_loss(tmp_path, together):
+def test_two_workers_start_from_the_same_loss(tmp_path, together):
     from pair import Side, compare, ratio
     from work import Work
 
     work = replace(Work("clm", "tiny", 64), num_rows=200)
     work.write(tmp_path / "work")
-    asked = {"folder": str(tmp_path / "work"), "warm_up": 2, "steps": 2, "options": ["--trainer.precision", "32-true"]}
-    torch_side, jax_side = (Side(sys.executable, "ours.py", {**asked, "engine": engine}) for engine in ("torch", "jax"))
-    ours, theirs = compare(torch_side, jax_side, rounds=2, together=together)
-    assert len(ours.speed) == len(theirs.speed) == 2 and min(ours.speed + theirs.speed) > 0
-    assert ours.loss == pytest.approx(theirs.loss, rel=1e-5) and 0.1 < ours.peak < 10
+    fields = {"folder": str(tmp_path / "work"), "warm_up": 2, "steps": 2, "options": ["--trainer.precision", "32-true"]}
+    torch_side, jax_side = (Side(sys.executable, "ours.py", {**fields, "engine": name}) for name in ("torch", "jax"))
+    torch_result, jax_result = compare(torch_side, jax_side, rounds=2, together=together)
+    assert len(torch_result.speed) == len(jax_result.speed) == 2 and min(torch_result.speed + jax_result.speed) > 0
+    assert torch_result.loss == pytest.approx(jax_result.loss, rel=1e-5) and 0.1 < torch_result.peak < 10
     assert ratio([1.0, 2.0, 9.0], [4.0, 4.0, 1.0]) == 0.5
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_arithmetic_of_a_step_is_that_of_its_network(tied):
+def test_roofline_flops_equal_the_models_flops(tied):
     from profiled import count_sizes
     from roofline import flops
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -308,7 +308,7 @@ ENTRY %main (x: f32[4,8], w: f32[8,8]) -> f32[4,8] {
 """
 
 
-def test_operations_of_xla_are_traced_back_to_parts_of_the_step(tmp_path):
+def test_xla_operations_are_mapped_to_parts_of_the_step(tmp_path):
     from xla_trace import map_parts, read_program
 
     (tmp_path / "program.txt").write_text(PROGRAM)

@@ -78,13 +78,13 @@ def test_an_invalid_range_of_rates_is_rejected(settings):
 
 def fake_measure(speed, max_size: int = 10**9):
     """Return a simulated measure function and the list of sizes it measures; larger sizes than max_size do not fit."""
-    make_sizes = []
+    measured_sizes = []
 
     def measure(size: int) -> Measurement:
-        make_sizes.append(size)
+        measured_sizes.append(size)
         return Measurement(size, speed(size)) if size <= max_size else Measurement(size, problem="out of memory")
 
-    return measure, make_sizes
+    return measure, measured_sizes
 
 
 @pytest.mark.parametrize(("current_size", "speed", "max_size", "expected_sizes", "expected"), [

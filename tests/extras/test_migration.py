@@ -1,4 +1,4 @@
-"""Keys of other programs: the tables, the pages made of them, what errors say of a foreign key, and `migrate`."""
+"""Keys of other programs: the tables, the migration page, hints in error messages, and `migrate`."""
 
 import json
 import re
@@ -40,37 +40,37 @@ HEADER = "| theirs | ours | what changes |\n|---|---|---|\n"
 # The tables -------------------------------------------------------------------------------------------------------
 
 
-def ticked(cell: str, separator: str = ", ") -> str:
-    """A cell of the page: keys in backticks, words as they are."""
+def format_cell(cell: str, separator: str = ", ") -> str:
+    """Format a table cell of the page: keys in backticks, words unchanged."""
     if cell in NO_KEY or "`" in cell or " " in cell.replace(separator, "").replace(": ", ""):
         return cell
     return separator.join(f"`{name}`" for name in cell.split(separator)) if ":" not in cell else f"`{cell}`"
 
 
 def split_rows() -> tuple[list[Row], list[Row]]:
-    """Rows with the mark * in the file, which the page shows, and rows without."""
+    """Split the rows into those marked with * in the file, which the page shows, and the others."""
     lines = [line for line in TABLES.read_text().splitlines() if line and line[0] not in "#["]
     marked = [(row, line.startswith("* ")) for row, line in zip(read_rows(), lines, strict=True)]
     return [row for row, is_marked in marked if is_marked], [row for row, is_marked in marked if not is_marked]
 
 
-def tables() -> list[str]:
-    """The tables of the page: the marked rows of each program."""
+def build_tables() -> list[str]:
+    """Build the page's tables from the marked rows of each program."""
     rows, _ = split_rows()
     programs = list(dict.fromkeys(row.program for row in rows))
-    return [HEADER + "".join(f"| {ticked(old)} | {ticked(ours)} | {note} |\n".replace("|  |", "| |")
+    return [HEADER + "".join(f"| {format_cell(old)} | {format_cell(ours)} | {note} |\n".replace("|  |", "| |")
                              for old, ours, note in (row.cells for row in rows if row.program == program))
             for program in programs]
 
 
-def test_the_page_has_the_tables():
-    """To write them anew: python tests/extras/test_migration.py"""
+def test_the_migration_page_has_the_generated_tables():
+    """To write them again: python tests/extras/test_migration.py"""
     page_tables = re.findall(rf"{re.escape(HEADER)}(?:\|.*\n)+", PAGE.read_text())
-    assert page_tables == tables() and len(page_tables) == 6
+    assert page_tables == build_tables() and len(page_tables) == 6
 
 
 def test_errors_name_every_key_that_the_page_omits():
-    """Keys of items of a list, as of axolotl's datasets, are converted by `migrate` alone."""
+    """Exclude keys of list items, such as axolotl's datasets, which only `migrate` converts."""
     omitted = [pair for row in split_rows()[1] for pair in row.pairs if "[]" not in pair[0]]
     assert len(omitted) > 400
     for name, keys in omitted:
@@ -78,14 +78,14 @@ def test_errors_name_every_key_that_the_page_omits():
         assert hint and (any(key in hint for key in keys) or not keys), name
 
 
-def test_no_table_has_a_key_twice():
+def test_no_table_contains_a_key_twice():
     for program in {row.program for row in read_rows()}:
         names = [name for row in read_rows() if row.program == program for name, _ in row.pairs
                  if not re.search(r": ", row.cells[0])]
         assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
 
 
-def test_every_key_that_migrate_asks_for_is_in_a_table():
+def test_every_key_that_migrate_reads_is_in_a_table():
     shared = rows_of("transformers") | rows_of("libraries")
     for module in (axolotl, llamafactory, trl, training):
         requested = set(re.findall(r"""draft\.(?:get|put_value)\("(\w+)\"""", Path(module.__file__).read_text()))
@@ -99,7 +99,7 @@ def test_every_key_that_migrate_asks_for_is_in_a_table():
         assert marks <= rows_of(program).keys() | shared.keys() | second_layout
 
 
-def test_values_are_ours():
+def test_converted_values_are_valid_here():
     assert set(OPTIMIZERS.values()) <= set(get_args(OptimizerName))
     assert set(SCHEDULES.values()) <= set(get_args(Optimizer.__annotations__["schedule"]))
     assert set(PRECISIONS.values()) <= set(get_args(TrainerFields.__annotations__["precision"]))
@@ -129,11 +129,11 @@ def test_the_tables_are_packaged():
     ("use_fast_tokenizer", False, "use_fast_tokenizer is not a key, and has no counterpart: fast tokenizers only."),
     ("datasets", None, "datasets is not a key. Here: data.source"),
 ])
-def test_what_is_said_of_a_key(key, value, message):
+def test_an_error_names_the_key_here(key, value, message):
     assert hint_for(key, value).startswith(message)
 
 
-def test_nothing_is_said_of_a_key_that_no_program_has():
+def test_an_unknown_key_gets_no_hint():
     assert hint_for("model.lora.rnak") is None and counterparts("max_stepz") == []
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_said_of_a_key_that_no_program_has():
     ({"per_device_train_batch_size": 4}, [],
      "error: recipe.yaml: per_device_train_batch_size is not a key. Here: data.batch_size"),
 ])
-def test_a_foreign_key_is_an_error_that_names_ours(recipe, tmp_path, capsys, changes, extra, message):
+def test_another_programs_key_is_an_error_that_names_the_key_here(recipe, tmp_path, capsys, changes, extra, message):
     assert main(["fit", *recipe(**changes), *extra]) == 2
     error = re.sub(rf"{tmp_path}/(recipe.yaml):\d+: ", r"\1: ", capsys.readouterr().err)
     assert error.startswith(message)
@@ -237,22 +237,22 @@ report_to: [tensorboard]
 
 
 @pytest.fixture
-def migrated(tmp_path, monkeypatch, capsys):
-    """A function that gives the recipe which a YAML becomes, and what is said of it."""
+def migrate(tmp_path, monkeypatch, capsys):
+    """Return a function that converts a YAML text and returns the recipe and the messages."""
     monkeypatch.chdir(tmp_path)
 
-    def migrate(text: str, *options: str) -> tuple[dict, str]:
+    def run(text: str, *options: str) -> tuple[dict, str]:
         (tmp_path / "theirs.yaml").write_text(text)
         status = main(["migrate", "theirs.yaml", "--out", "recipe.yaml", *options])
         messages = capsys.readouterr().err
         assert status == 0, messages
         return yaml.safe_load((tmp_path / "recipe.yaml").read_text()), messages
 
-    return migrate
+    return run
 
 
-def test_axolotl(migrated, tmp_path):
-    recipe, messages = migrated(AXOLOTL)
+def test_an_axolotl_config_becomes_a_recipe(migrate, tmp_path):
+    recipe, messages = migrate(AXOLOTL)
     assert recipe["trainer"] == {
         "precision": "auto", "max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 0.25,
         "gradient_clip_val": 1.0, "log_every_n_steps": 10, "default_root_dir": "runs/migrated",
@@ -281,14 +281,14 @@ def test_axolotl(migrated, tmp_path):
                      "datasets[].train_on_eos: turn (the end token of a target turn is a target"):
         assert unneeded in messages and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
     assert messages.index("Not needed here:") > messages.index("No counterpart:")
-    _, messages = migrated(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
+    _, messages = migrate(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
     assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl" in messages
 
 
 @pytest.mark.parametrize("key", ["train_on_eos", "train_on_eot"])
 @pytest.mark.parametrize("value", ["none", "last", "all"])
-def test_which_ends_of_turns_axolotl_scores(key, value):
-    """none is a choice and no feature that is off; sets of validation have keys too."""
+def test_axolotls_end_token_settings_are_reported(key, value):
+    """Here `none` is a choice, not a disabled feature; validation datasets have these keys too."""
     chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
     draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
     for name in ("datasets", "test_datasets"):
@@ -297,13 +297,13 @@ def test_which_ends_of_turns_axolotl_scores(key, value):
     assert not draft.unneeded
 
 
-def test_llamafactory(migrated, tmp_path):
+def test_a_llamafactory_config_becomes_a_recipe(migrate, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps({
         "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "response": "answer"}},
         "other": {"hf_hub_url": "some/other", "subset": "en", "formatting": "sharegpt",
                   "columns": {"messages": "talk"}, "tags": {"role_tag": "who", "user_tag": "human"}}}))
-    recipe, messages = migrated(LLAMAFACTORY)
+    recipe, messages = migrate(LLAMAFACTORY)
     assert recipe["data"]["init_args"] == {
         "source": [{"path": "sets/mine.json", "columns": {"ask": "instruction", "answer": "output"}, "limit": 1000},
                    {"path": "some/other", "name": "en", "columns": {"talk": "messages"}, "limit": 1000}],
@@ -321,8 +321,8 @@ def test_llamafactory(migrated, tmp_path):
     assert "Not needed here:\n  - plot_loss: true (loss.png is always plotted)\n" in messages
 
 
-def test_trl(migrated):
-    recipe, messages = migrated(TRL)
+def test_a_trl_config_becomes_a_recipe(migrate):
+    recipe, messages = migrate(TRL)
     assert recipe["data"]["init_args"] == {
         "source": {"path": "some/rows", "name": "en"}, "train_on": "responses", "packing": True, "batch_size": 8,
         "val_source": {"path": "some/rows", "name": "en", "split": "test"}, "max_length": 2048,
@@ -334,7 +334,7 @@ def test_trl(migrated):
     assert "has no warmup" in messages
 
 
-def test_texts_are_the_task_clm():
+def test_a_pretraining_config_becomes_the_task_clm():
     draft = as_draft(yaml.safe_load("{base_model: x, sequence_len: 512, max_steps: 9, "
                                     "pretraining_dataset: [{path: some/texts, text_column: body}]}"), Path("x.yaml"))
     settings = {key: value for key, (value, _) in draft.settings.items()}
@@ -344,47 +344,47 @@ def test_texts_are_the_task_clm():
     assert settings["trainer.precision"] == "bf16-true" and "model.lora.rank" not in settings
 
 
-def settings_of(text: str) -> tuple[dict, Draft]:
-    """What a YAML becomes: the keys of the recipe, without the blocks that all have."""
+def convert(text: str) -> tuple[dict, Draft]:
+    """Convert a YAML text; return the recipe's keys without the blocks common to all, and the draft."""
     draft = as_draft(yaml.safe_load(text), Path("x.yaml"))
     return {key: value for key, (value, _) in draft.settings.items()}, draft
 
 
-def test_exact_deduplication_of_axolotl():
-    settings, draft = settings_of("{base_model: x, datasets: [{path: a, type: alpaca}], "
-                                  "dataset_exact_deduplication: true}")
+def test_axolotls_exact_deduplication_is_converted():
+    settings, draft = convert("{base_model: x, datasets: [{path: a, type: alpaca}], "
+                              "dataset_exact_deduplication: true}")
     assert settings["data.deduplicate"] == "exact" and not draft.lost
 
 
-def test_mixed_sets_of_llamafactory():
+def test_llamafactorys_dataset_mixing_is_converted():
     text = "{model_name_or_path: x, stage: sft, finetuning_type: full, dataset: 'a,b', mix_strategy: %s}"
-    settings, draft = settings_of(text % "interleave_under, interleave_probs: '0.7,0.3'")
+    settings, draft = convert(text % "interleave_under, interleave_probs: '0.7,0.3'")
     assert settings["data.mixing"] == {"rule": "exhaust"} and not draft.lost
     assert settings["data.source"] == [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}]
-    settings, _ = settings_of(text % "interleave_over")
+    settings, _ = convert(text % "interleave_over")
     assert settings["data.mixing"] == {"rule": "upsample"} and settings["data.source"][1]["weight"] == 1
-    settings, _ = settings_of(text % "concat")
+    settings, _ = convert(text % "concat")
     assert "data.mixing" not in settings and settings["data.source"] == ["a", "b"]
-    settings, draft = settings_of(text % "interleave_once")
+    settings, draft = convert(text % "interleave_once")
     assert "data.mixing" not in settings and "interleave_once has no counterpart" in draft.lost["mix_strategy"]
 
 
-def test_dynamic_fine_tuning_of_trl():
+def test_trls_dynamic_fine_tuning_is_converted():
     text = "{model_name_or_path: x, dataset_name: y, dataset_text_field: text, packing: false, loss_type: %s}"
-    settings, draft = settings_of(text % "dft")
+    settings, draft = convert(text % "dft")
     assert settings["model.dft"] is True and "loss_type" not in draft.lost
-    settings, draft = settings_of(text % "nll")
+    settings, draft = convert(text % "nll")
     assert "model.dft" not in settings and "loss_type" not in draft.lost
 
 
-def test_gkd_of_trl_is_fine_tuning_with_a_teacher():
+def test_trls_gkd_becomes_sft_with_a_teacher():
     text = "{model_name_or_path: x, dataset_name: y, teacher_model_name_or_path: z, %s}"
-    settings, draft = settings_of(text % "lmbda: 0.7, beta: 0.1, temperature: 0.8, max_new_tokens: 64, seq_kd: true")
+    settings, draft = convert(text % "lmbda: 0.7, beta: 0.1, temperature: 0.8, max_new_tokens: 64, seq_kd: true")
     assert settings["model"] == "SFT" and "seq_kd" in draft.lost
     assert {key: value for key, value in settings.items() if key.startswith("model.teacher.")} == {
         "model.teacher.pretrained": "z", "model.teacher.ratio": 1.0, "model.teacher.beta": 0.1,
         "model.teacher.on_policy": 0.7, "model.teacher.max_new_tokens": 64, "model.teacher.sampling_temperature": 0.8}
-    settings, _ = settings_of(text % "lmbda: 0")
+    settings, _ = convert(text % "lmbda: 0")
     assert settings["model.teacher.beta"] == 0.5 and "model.teacher.max_new_tokens" not in settings
 
 
@@ -410,8 +410,8 @@ def test_gkd_of_trl_is_fine_tuning_with_a_teacher():
     ("{base_model: x, rl: orpo, orpo_alpha: 0.2, precompute_ref_log_probs: true, datasets: []}",
      {"loss": "orpo", "beta": 0.2}),
 ])
-def test_losses_of_preferences(text, expected):
-    settings, _ = settings_of(text)
+def test_preference_losses_are_converted(text, expected):
+    settings, _ = convert(text)
     assert settings["model"] == "Preference" and settings["data"] == "PreferenceData"
     assert expected.items() <= {key.removeprefix("model."): value for key, value in settings.items()}.items()
     options = {key: settings[f"model.{key}"] for key in PreferenceLoss.__dataclass_fields__
@@ -420,9 +420,9 @@ def test_losses_of_preferences(text, expected):
     assert settings.get("model.reference") == expected.get("reference")
 
 
-def test_what_pairs_have_not_is_told():
-    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, loss_type: [aot], packing: true, "
-                                  "label_smoothing: 0.1}")
+def test_options_that_pairs_do_not_support_are_reported():
+    settings, draft = convert("{model_name_or_path: x, dataset_name: y, loss_type: [aot], packing: true, "
+                              "label_smoothing: 0.1}")
     assert settings["model.loss"] == "sigmoid" and "data.packing" not in settings
     assert "sorts the scores" in draft.lost["loss_type"] and "stay together" in draft.lost["packing"]
     assert "does not use it" in draft.lost["label_smoothing"]
@@ -442,9 +442,9 @@ def test_what_pairs_have_not_is_told():
      "[{path: a, type: bradley_terry.chat_template}]}",
      {"model.center_rewards_coefficient": 0.02, "data.max_length": 800,
       "data.source": [{"path": "a", "columns": {"input": "prompt"}}]})])
-def test_reward_models(text, expected):
-    """Their recipes are recipes, and keys without use there are named."""
-    settings, draft = settings_of(text)
+def test_reward_model_configs_become_valid_recipes(text, expected):
+    """Keys without a use there are reported."""
+    settings, draft = convert(text)
     assert settings["model"] == "Reward" and settings["data"] == "RewardData"
     assert expected.items() <= settings.items()
     assert "data.packing" not in settings and "data.train_on" not in settings
@@ -471,9 +471,9 @@ def test_reward_models(text, expected):
      {"rewards": [{"function": "mine.fn"}], "beta": 0.001, "max_new_tokens": 64, "loss": "dr_grpo",
       "scale_rewards": "group", "optimizer.lr": 2e-6}),
 ])
-def test_grpo(text, expected):
-    """Their recipes are recipes, and what has no counterpart is named."""
-    settings, draft = settings_of(text)
+def test_grpo_configs_become_valid_recipes(text, expected):
+    """Options without a counterpart are reported."""
+    settings, draft = convert(text)
     assert settings["model"] == "GRPO" and settings["data"] == "PromptData"
     assert {f"model.{key}": value for key, value in expected.items()}.items() <= {
         key: value for key, value in settings.items() if not isinstance(value, list) or key == "model.rewards"}.items()
@@ -488,18 +488,18 @@ def test_grpo(text, expected):
     check_recipe_text(draft.as_yaml("x"))
 
 
-def test_rewards_of_grpo_that_cannot_be_taken_over():
-    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, reward_funcs: [fn], "
-                                  "reward_weights: [1, 2]}")
+def test_rewards_that_cannot_be_converted_are_reported():
+    settings, draft = convert("{model_name_or_path: x, dataset_name: y, reward_funcs: [fn], "
+                              "reward_weights: [1, 2]}")
     assert settings["model.rewards"] == [{"function": "WRITE.HERE.fn"}]
     assert "2 weights for 1" in draft.lost["reward_weights"]
-    settings, draft = settings_of("{model_name_or_path: x, dataset_name: y, num_generations: 8}")
+    settings, draft = convert("{model_name_or_path: x, dataset_name: y, num_generations: 8}")
     assert settings["model.rewards"] == [{"name": "exact_match"}] and any("No rewards" in note for note in draft.notes)
 
 
-def test_columns_of_pairs(tmp_path):
-    settings, _ = settings_of("{base_model: x, rl: dpo, datasets: [{path: a, type: chat_template.default, "
-                              "field_chosen: good, field_rejected: bad, field_messages: talk}]}")
+def test_columns_of_pairs_are_converted(tmp_path):
+    settings, _ = convert("{base_model: x, rl: dpo, datasets: [{path: a, type: chat_template.default, "
+                          "field_chosen: good, field_rejected: bad, field_messages: talk}]}")
     assert settings["data.source"] == [{"path": "a", "columns": {"good": "chosen", "bad": "rejected",
                                                                  "talk": "messages"}}]
     (tmp_path / "data").mkdir()
@@ -523,13 +523,13 @@ def test_columns_of_pairs(tmp_path):
     ("{trainer: {max_steps: 3}}", "is already a recipe"),
     ("{base_model: x, sequence_len: many, datasets: 3}", "a value has a type"),
 ])
-def test_what_cannot_become_a_recipe_is_refused(text, message):
+def test_a_config_that_cannot_become_a_recipe_is_rejected(text, message):
     with pytest.raises(UserError, match=re.escape(message)):
         as_draft(yaml.safe_load(text), Path("theirs.yaml"))
 
 
-def test_a_file_of_another_program_is_told(migrated, tmp_path, capsys):
-    migrated(TRL)
+def test_fit_on_another_programs_config_suggests_migrate(migrate, tmp_path, capsys):
+    migrate(TRL)
     assert main(["fit", "--config", "theirs.yaml"]) == 2
     assert "theirs.yaml is a configuration of TRL, not a recipe. Convert it: python train.py migrate theirs.yaml" \
         in capsys.readouterr().err
@@ -546,10 +546,10 @@ def test_a_file_of_another_program_is_told(migrated, tmp_path, capsys):
     ("configs/zero3_bf16.json", (3, False)), ("ds_z2_offload_config.json", (2, True)), ("mine.json", (None, False)),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, (1, True)),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}, (3, False))])
-def test_stages_of_deepspeed(config, stage):
+def test_deepspeed_configs_give_stage_and_offload(config, stage):
     assert zero_stage(config) == stage
 
 
 if __name__ == "__main__":
-    made = iter(tables())
-    PAGE.write_text(re.sub(rf"{re.escape(HEADER)}(?:\|.*\n)+", lambda _: next(made), PAGE.read_text()))
+    new_tables = iter(build_tables())
+    PAGE.write_text(re.sub(rf"{re.escape(HEADER)}(?:\|.*\n)+", lambda _: next(new_tables), PAGE.read_text()))
