@@ -22,7 +22,7 @@ def flat(recipe):
                   model__init_args__optimizer={"lr": 0.0})
 
 
-def state(folder: RunFolder) -> dict:
+def read_state(folder: RunFolder) -> dict:
     callbacks = json.loads((folder.resolve("last") / "state.json").read_text())["callbacks"]
     [saved] = [value for name, value in callbacks.items() if name.startswith("EarlyStopping")]
     return saved
@@ -32,7 +32,7 @@ def assert_stopped_at_step_6(folder: RunFolder) -> None:
     assert folder.names()[-1] == "step=6" and folder.completed.exists()
     assert (folder.model / "adapter_model.safetensors").exists() and folder.loss_png.exists()
     assert json.loads(folder.metrics_json.read_text())["trainer/global_step"] == 6
-    assert state(folder)["wait_count"] == 2
+    assert read_state(folder)["wait_count"] == 2
 
 
 def test_a_run_that_no_longer_improves_ends_complete(flat, tmp_path, capsys):
@@ -49,7 +49,7 @@ def test_a_run_resumes_with_more_patience(flat, tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert main(["fit", *flat]) == 0
     assert main(["fit", *flat, "--ckpt_path", "last", "--trainer.callbacks.patience", "4"]) == 0
-    assert folder.names()[-1] == "step=10" and state(folder)["wait_count"] == 4
+    assert folder.names()[-1] == "step=10" and read_state(folder)["wait_count"] == 4
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_validation_once_an_epoch_is_counted_in_its_checkpoint(flat, tmp_path, s
     stop_at(16)
     assert main(["fit", *arguments]) == 130
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-    assert folder.names()[-1] == "step=24" and state(folder)["wait_count"] == 2
+    assert folder.names()[-1] == "step=24" and read_state(folder)["wait_count"] == 2
 
 
 @pytest.mark.parametrize("batch", [4, 5, 6], ids=lambda batch: f"interrupted_in_batch_{batch}")
@@ -110,7 +110,7 @@ class Values:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_rule_is_that_of_lightning(mode, capsys):
+def test_the_rule_stops_when_lightnings_callback_does(mode, capsys):
     dice = random.Random(0)
     stopped = set()
     for _ in range(400):
@@ -130,17 +130,17 @@ def test_the_rule_is_that_of_lightning(mode, capsys):
     assert stopped == {0, 1, 2, 3, 4}
 
 
-def old_states() -> dict[str, dict]:
+def make_old_states() -> dict[str, dict]:
     """Return states of older checkpoints, with a best score of 2.5 two validations ago."""
-    torchs = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(2.5), "patience": 5,
-              "stopping_reason": 0, "stopping_reason_message": None}
-    return {"torch": torchs, "jax": {"wait_count": 2, "best": 2.5}}
+    torch_state = {"wait_count": 2, "stopped_epoch": 0, "best_score": torch.tensor(2.5), "patience": 5,
+                   "stopping_reason": 0, "stopping_reason_message": None}
+    return {"torch": torch_state, "jax": {"wait_count": 2, "best": 2.5}}
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_older_checkpoints_of_both_engines_resume(engine):
     rule = EarlyStoppingRule("val/loss", patience=4)
-    rule.load_state_dict(old_states()[engine])
+    rule.load_state_dict(make_old_states()[engine])
     assert not rule.begin(validates=True)
     assert not rule.check({"val/loss": 3.0}) and rule.check({"val/loss": 3.0})
     assert rule.state_dict()["best_score"] == 2.5 and rule.state_dict()["wait_count"] == 4
@@ -148,14 +148,14 @@ def test_older_checkpoints_of_both_engines_resume(engine):
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_an_older_stopped_run_resumes_only_with_more_patience(engine):
-    state = {**old_states()[engine], **({"stopping_reason": 3} if engine == "torch" else {})}
+    state = {**make_old_states()[engine], **({"stopping_reason": 3} if engine == "torch" else {})}
     for patience, stays in ((2, True), (3, False)):
         rule = EarlyStoppingRule("val/loss", patience=patience)
         rule.load_state_dict(state)
         assert bool(rule.begin(validates=True)) is stays
 
 
-def test_when_it_checks():
+def test_when_the_rule_checks():
     for setting, validates, moments in ((None, True, {"validated"}), (None, False, {"epoch", "both"}),
                                         (True, True, {"epoch", "both"}), (False, True, {"validated", "both"})):
         rule = EarlyStoppingRule("val/loss", check_on_train_epoch_end=setting)
@@ -174,8 +174,8 @@ def test_a_missing_metric_is_an_error_unless_strict_is_false():
 # Both engines -----------------------------------------------------------------------------------------------------
 
 
-def saved_state(folder: RunFolder) -> dict:
-    saved = state(folder)
+def read_comparable_state(folder: RunFolder) -> dict:
+    saved = read_state(folder)
     return {**saved, "best_score": round(saved["best_score"], 4), "stopping_reason_message": ""}
 
 
@@ -186,20 +186,20 @@ def test_a_run_that_changes_engine_keeps_count(flat, tmp_path, stop_at, first, c
     second = {"torch": "jax", "jax": "torch"}[first]
     folder = RunFolder(tmp_path / "run")
     assert main(["fit", *flat, "--engine", first, "--trainer.max_steps", "4"]) == 0
-    assert state(folder)["wait_count"] == 1
-    before = saved_state(folder)
+    assert read_state(folder)["wait_count"] == 1
+    before = read_comparable_state(folder)
     assert main(["fit", "--config", str(folder.config), "--engine", second, "--trainer.max_steps", "20",
                  "--ckpt_path", "last"]) == 0
     assert_stopped_at_step_6(folder)
-    assert saved_state(folder) == {**before, "wait_count": 2, "stopping_reason": 3}
+    assert read_comparable_state(folder) == {**before, "wait_count": 2, "stopping_reason": 3}
     capfd.readouterr()
     exported = folder.completed.stat().st_mtime_ns
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last"]) == 0  # it stays stopped
-    assert "finished at step 6. Nothing was changed: EarlyStopping: val/loss" in (said := capfd.readouterr().out)
-    assert "Raise its patience" in said and folder.completed.stat().st_mtime_ns == exported
+    assert "finished at step 6. Nothing was changed: EarlyStopping: val/loss" in (output := capfd.readouterr().out)
+    assert "Raise its patience" in output and folder.completed.stat().st_mtime_ns == exported
     assert_stopped_at_step_6(folder)
     assert main(["fit", *flat, "--engine", first, "--ckpt_path", "last", "--trainer.callbacks.patience", "3"]) == 0
-    assert folder.names()[-1] == "step=8" and state(folder)["wait_count"] == 3
+    assert folder.names()[-1] == "step=8" and read_state(folder)["wait_count"] == 3
 
 
 @pytest.mark.slow
@@ -212,4 +212,4 @@ def test_a_run_without_validation_is_checked_each_epoch(recipe, tmp_path, engine
     assert main(["fit", *recipe(engine=engine, trainer__max_steps=40, trainer__callbacks=[stopping],
                                 data__init_args__val_size=0, model__init_args__quantize=None,
                                 trainer__val_check_interval=None, checkpoint__keep_best=0)]) == 0
-    assert folder.names()[-1] == "step=18" and state(folder)["wait_count"] == 1 and folder.completed.exists()
+    assert folder.names()[-1] == "step=18" and read_state(folder)["wait_count"] == 1 and folder.completed.exists()

@@ -76,25 +76,25 @@ def rounds(monkeypatch) -> list[dict[int, np.ndarray]]:
     return rounds
 
 
-def logged(folder: RunFolder) -> list[dict[str, float]]:
+def read_logged(folder: RunFolder) -> list[dict[str, float]]:
     with open(folder.metrics_csv, newline="") as file:
         return [{key: float(value) for key, value in row.items() if value and key != "train/tokens_per_second"}
                 for row in csv.DictReader(file)]
 
 
-def final(folder: RunFolder) -> dict[str, float]:
+def read_final_scores(folder: RunFolder) -> dict[str, float]:
     metrics = json.loads(folder.metrics_json.read_text())
     return {name: value for name, value in metrics.items() if name.startswith("mmlu/")}
 
 
-def question_steps(folder: RunFolder) -> list[int]:
-    return [row["step"] for row in logged(folder) if "mmlu/eval/accuracy" in row]
+def read_question_steps(folder: RunFolder) -> list[int]:
+    return [row["step"] for row in read_logged(folder) if "mmlu/eval/accuracy" in row]
 
 
 # The letters' tokens -------------------------------------------------------------------------------------------------
 
 
-def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTrainedTokenizerFast:
+def make_metaspace_tokenizer(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTrainedTokenizerFast:
     """Return a tokenizer that prepends ▁ to each text, like Llama's."""
     vocabulary = ["<unk>", "<s>", "</s>", "▁", ":", *letters, *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(vocabulary)}, merges, unk_token="<unk>"))
@@ -106,7 +106,7 @@ def metaspace(merges: list[tuple[str, str]], letters: str = "ABCD") -> PreTraine
 @pytest.mark.parametrize(("prompt", "expected"), [
     ("Answer:", "Ġ{}"), ("Answer", "Ġ{}"), ("Answer:\n", "{}"), ("(", "Ġ{}"), ("Answer:\n\n", "{}"),
 ])
-def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
+def test_a_letters_token_is_the_one_that_follows_the_prompt(prompt, expected):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
     tokens = find_choice_tokens(tokenizer, TextEncoder(tokenizer), prompt, "ABCD")
     assert tokenizer.convert_ids_to_tokens(tokens) == [expected.format(letter) for letter in "ABCD"]
@@ -119,7 +119,7 @@ def test_a_letter_is_the_token_that_follows_the_prompt(prompt, expected):
     ([("▁", letter) for letter in "ABCD"], "▁{}"), ([], "{}"), ([("▁", "A")], "{}"),
 ], ids=["a space in the token", "a space alone", "a space in one token only"])
 def test_all_letters_have_the_same_form(merges, expected):
-    tokenizer = metaspace(merges)
+    tokenizer = make_metaspace_tokenizer(merges)
     tokens = find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
     assert tokenizer.convert_ids_to_tokens(tokens) == [expected.format(letter) for letter in "ABCD"]
 
@@ -127,7 +127,7 @@ def test_all_letters_have_the_same_form(merges, expected):
 @pytest.mark.parametrize(("letters", "merges"), [("AB", []), ("ABCD", [(":", "A"), ("▁", "A")])],
                          ids=["unknown letters", "a letter that grows into the prompt"])
 def test_letters_without_their_own_token_are_an_error(letters, merges):
-    tokenizer = metaspace(merges, letters)
+    tokenizer = make_metaspace_tokenizer(merges, letters)
     with pytest.raises(UserError, match="does not encode each of the letters A, B, C, D as one token"):
         find_choice_tokens(tokenizer, TextEncoder(tokenizer), "A:", "ABCD")
 
@@ -140,11 +140,11 @@ class Model:
 
     auto_class = "AutoModelForCausalLM"
 
-    def __init__(self, room: int | None = None):
-        self.room = room
+    def __init__(self, num_positions: int | None = None):
+        self.num_positions = num_positions
 
     def max_positions(self) -> int | None:
-        return self.room
+        return self.num_positions
 
 
 @pytest.fixture
@@ -154,9 +154,9 @@ def data(llama_folder, instructions) -> SFTData:
     return module
 
 
-def prepare(data, source: str, room: int | None = None, **settings) -> MMLUEvaluator:
+def prepare(data, source: str, num_positions: int | None = None, **settings) -> MMLUEvaluator:
     evaluator = MMLUEvaluator(source, **settings)
-    evaluator.prepare(data, Model(room))
+    evaluator.prepare(data, Model(num_positions))
     return evaluator
 
 
@@ -179,7 +179,7 @@ def test_a_space_at_the_end_belongs_to_the_answer(tmp_path, data, rows):
     assert [ids.tolist() for ids in plain_rows.prompt_ids] == [ids.tolist() for ids in spaced.prompt_ids]
 
 
-def test_prompts_that_end_differently_have_their_own_letters(tmp_path, data):
+def test_the_letters_tokens_depend_on_the_end_of_the_prompt(tmp_path, data):
     data._tokenizer.loaded.tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "llama")
     rows = [{"input": f"Choose.{end}", "output": letter} for end in ("\nAnswer:", "\n") for letter in "ABC"]
     evaluator = prepare(data, write(tmp_path / "rows.jsonl", rows))
@@ -190,13 +190,13 @@ def test_prompts_that_end_differently_have_their_own_letters(tmp_path, data):
 
 def test_a_long_prompt_is_truncated_on_the_left_and_reported(data, rows, questions, capsys):
     whole = [data.tokenizer.encode(row["input"]) for row in rows]
-    room = sorted(len(ids) for ids in whole)[10]
-    for settings in ({"max_length": room}, {"room": room}):
+    max_tokens = sorted(len(ids) for ids in whole)[10]
+    for settings in ({"max_length": max_tokens}, {"num_positions": max_tokens}):
         evaluator = prepare(data, questions, **settings)
         assert [ids.tolist() for ids in evaluator.prompt_ids] == [
-            ids if len(ids) <= room else [1, *ids[1 - room:]] for ids in whole]
-        cut = sum(len(ids) > room for ids in whole)
-        assert capsys.readouterr().out.count(f"{cut} of 23 prompts have more than {room} tokens") == 1
+            ids if len(ids) <= max_tokens else [1, *ids[1 - max_tokens:]] for ids in whole]
+        num_truncated = sum(len(ids) > max_tokens for ids in whole)
+        assert capsys.readouterr().out.count(f"{num_truncated} of 23 prompts have more than {max_tokens} tokens") == 1
 
 
 def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
@@ -207,7 +207,7 @@ def test_a_limit_takes_rows_from_the_whole_file(data, rows, questions):
     assert len(prepare(data, questions, limit=99).prompt_ids) == 23
 
 
-def test_several_files_and_mapped_columns(tmp_path, data, rows):
+def test_several_files_and_mapped_columns_are_read(tmp_path, data, rows):
     from lmmods.recipe.source import Source
 
     first = write(tmp_path / "first.jsonl", rows[:3])
@@ -225,7 +225,7 @@ def test_without_subjects_there_is_one_accuracy(tmp_path, data):
     assert evaluator.latest_step == 3
 
 
-def test_scores_by_hand():
+def test_scores_equal_values_computed_by_hand():
     logits = np.log([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.4, 0.5, 0.1]])
     scores = choice_scores(logits, np.array([0, 2, 2, 1]), ["x", "y", "y", "y"])
     assert scores == pytest.approx({"accuracy": 3 / 4, "mean_subject_accuracy": (1 + 2 / 3) / 2, "x": 1.0, "y": 2 / 3,
@@ -247,7 +247,7 @@ GOOD = {"input": "Q:", "output": "B"}
     ([{"input": "Q:", "output": "A"}] * 2, "every answer is A"),
     ([], "there are no rows"),
 ])
-def test_rows_that_are_not_questions(tmp_path, data, rows, message):
+def test_a_row_that_is_not_a_question_is_rejected(tmp_path, data, rows, message):
     with pytest.raises(UserError, match="mmlu.source") as error:
         prepare(data, write(tmp_path / "rows.jsonl", rows))
     assert message in str(error.value)
@@ -257,7 +257,7 @@ def test_rows_that_are_not_questions(tmp_path, data, rows, message):
     ({"every_n_steps": 0}, "mmlu.every_n_steps is 0"), ({"limit": 0}, "mmlu.limit is 0"),
     ({"max_length": 1}, "mmlu.max_length is 1"), ({"source": []}, "mmlu.source"), ({"name": "a/b"}, "mmlu.name"),
 ])
-def test_invalid_settings(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         MMLUEvaluator(**settings)
 
@@ -278,12 +278,12 @@ def answer_with_bare_loop(model, tokenizer, rows: list[dict]) -> tuple[np.ndarra
 
 
 @SLOW_ON_JAX
-def test_answers_are_those_of_the_saved_model(recipe, folder, plain, questions, rows, rounds,  # noqa: F811
-                                              engine):
+def test_answers_equal_those_of_the_saved_model(recipe, folder, plain, questions, rows, rounds,  # noqa: F811
+                                                engine):
     changes = {**LORA, "model__init_args__pretrained": plain, "engine": engine, "mmlu": {"source": questions},
                "data__init_args__eval_batch_size": 12}
     assert main(["fit", *recipe(**changes)]) == 0
-    assert question_steps(folder) == [4, 6]
+    assert read_question_steps(folder) == [4, 6]
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
     model = AutoModelForCausalLM.from_pretrained(plain).eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -292,13 +292,13 @@ def test_answers_are_those_of_the_saved_model(recipe, folder, plain, questions, 
     assert [rounds[-1][row].argmax() for row in range(23)] == picked.tolist() and len(set(picked)) > 2
     hits = picked == ["ABCDE".index(row["output"]) for row in rows]
     parts = np.split(hits, np.cumsum(UNEVEN)[:-1])
-    metrics = final(folder)
+    metrics = read_final_scores(folder)
     assert metrics.pop("mmlu/eval/loss") == pytest.approx(loss, abs=1e-5) and abs(loss - untrained) > 1e-3
     assert metrics == pytest.approx({
         "mmlu/eval/accuracy": hits.mean(), "mmlu/eval/mean_subject_accuracy": np.mean([p.mean() for p in parts]),
         **{f"mmlu/eval/{name}": p.mean() for name, p in zip(("adding", "counting", "naming"), parts)}})
-    last, = (row for row in logged(folder) if row["step"] == 6)
-    assert {name: value for name, value in last.items() if name.startswith("mmlu/")} == final(folder)
+    last, = (row for row in read_logged(folder) if row["step"] == 6)
+    assert {name: value for name, value in last.items() if name.startswith("mmlu/")} == read_final_scores(folder)
 
 
 def test_a_model_without_a_separate_head_gives_the_same_logits(plain, data, questions):  # noqa: F811
@@ -335,7 +335,7 @@ def test_both_engines_give_the_same_answers(recipe, tmp_path, questions, plain):
             data__init_args__eval_batch_size=12)]) == 0
         sampled.append(samples(run))
         by_engine.append([{name: value for name, value in row.items() if name.startswith("mmlu/")}
-                          for row in logged(run)] + [final(run)])
+                          for row in read_logged(run)] + [read_final_scores(run)])
     assert [len(row) for row in by_engine[0]] == [0, 0, 0, 6, 0, 6, 6]
     for row, expected in zip(*by_engine, strict=True):
         losses = [part.pop("mmlu/eval/loss", 0.0) for part in (row, expected)]
@@ -374,16 +374,16 @@ def test_a_run_with_questions_equals_one_without(recipe, tmp_path, questions, no
         assert main(["fit", *recipe(**changes, **extra)]) == 0
         states.append((torch.get_rng_state().tolist(), np.random.get_state()[1:3], random.getstate()))
     assert str(states[0]) == str(states[1])
-    rows = logged(asking)
+    rows = read_logged(asking)
     # An epoch of 8 micro-batches has steps of 3, 3 and 2; validation is after every fourth step and at the end.
-    assert question_steps(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
+    assert read_question_steps(asking) == ([1, 2, 3, 4, 5, 6] if every else [4, 6])
     assert [{name: value for name, value in row.items() if not name.startswith("mmlu/")} for row in rows
-            ] == logged(without)
+            ] == read_logged(without)
     assert_same_checkpoint(asking, without)
 
 
 @SLOW_ON_JAX
-def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monkeypatch, clock):
+def test_measured_speed_excludes_questions(recipe, folder, questions, engine, monkeypatch, clock):
     batches = MMLUEvaluator.batches
 
     def slow(self, *args, **options):
@@ -398,7 +398,8 @@ def test_the_speed_is_of_training_alone(recipe, folder, questions, engine, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("batch", [4, 6, 12])
-def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_at, batch, every):
+def test_an_interrupted_run_resumes_with_the_same_scores(recipe, finished, tmp_path, rows, shared, stop_at, batch,
+                                                         every):
     """In the middle of a step, in a step with questions, and in one with questions and validation."""
     questions = shared("questions", lambda folder: write(folder / "questions.jsonl", rows)) / "questions.jsonl"
     changes = {"mmlu": {"source": str(questions), "every_n_steps": every}, "trainer__accumulate_grad_batches": 3}
@@ -407,7 +408,7 @@ def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_
     arguments = recipe(**changes, trainer__default_root_dir=str(broken.root))
     assert main(["fit", *arguments]) == 130
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-    assert logged(broken) == logged(straight) and final(broken) == final(straight)
+    assert read_logged(broken) == read_logged(straight) and read_final_scores(broken) == read_final_scores(straight)
 
 
 # When ----------------------------------------------------------------------------------------------------------------
@@ -417,14 +418,15 @@ def test_interrupted_and_resumed(recipe, finished, tmp_path, rows, shared, stop_
 @pytest.mark.parametrize(("every", "validations", "steps"), [
     (None, 2, [2, 4, 6]), (4, 2, [4, 6]), (None, None, [6]), (None, 4, [4, 6]),
 ])
-def test_at_validations_or_by_steps_and_at_the_end(recipe, folder, questions, engine, every, validations, steps):
+def test_questions_are_asked_at_validations_or_by_steps_and_at_the_end(recipe, folder, questions, engine, every,
+                                                                       validations, steps):
     changes = {"trainer__val_check_interval": validations or 2, "mmlu": {"source": questions, "every_n_steps": every}}
     if validations is None:
         changes["data__init_args__val_size"] = 0
         changes["checkpoint"] = {"keep_best": 0}
     assert main(["fit", *recipe(**LORA, **changes, engine=engine)]) == 0
-    assert question_steps(folder) == steps
-    assert len(final(folder)) == 6
+    assert read_question_steps(folder) == steps
+    assert len(read_final_scores(folder)) == 6
 
 
 @SLOW_ON_JAX
@@ -433,7 +435,7 @@ def test_a_run_stopped_early_is_evaluated_at_its_end(recipe, folder, questions, 
                                                               "divergence_threshold": 0.0}}]
     assert main(["fit", *recipe(**LORA, mmlu={"source": questions, "every_n_steps": 50}, engine=engine,
                                 trainer__callbacks=stopping)]) == 0
-    assert question_steps(folder) == [4] and len(final(folder)) == 6 and folder.completed.exists()
+    assert read_question_steps(folder) == [4] and len(read_final_scores(folder)) == 6 and folder.completed.exists()
 
 
 @SLOW_ON_JAX
@@ -443,7 +445,7 @@ def test_checkpoints_and_early_stopping_can_use_the_answers(recipe, folder, ques
         **LORA, mmlu={"source": questions}, engine=engine, trainer__callbacks=stopping, trainer__max_steps=12,
         trainer__val_check_interval=2, model__init_args__optimizer={"lr": 0.05},
         checkpoint={"monitor": "mmlu/eval/loss", "mode": "min"})]) == 0
-    rows = {int(row["step"]): row["mmlu/eval/loss"] for row in logged(folder) if "mmlu/eval/loss" in row}
+    rows = {int(row["step"]): row["mmlu/eval/loss"] for row in read_logged(folder) if "mmlu/eval/loss" in row}
     *before, last = rows.values()
     assert before == sorted(before, reverse=True) and last >= before[-1] and max(rows) < 12
     assert folder.resolve("best").name == f"step={min(rows, key=rows.get)}"
@@ -455,11 +457,11 @@ def test_validate_and_test_evaluate_too(recipe, folder, questions, instructions,
     changes = {**LORA, "engine": engine, "mmlu": {"source": questions, "every_n_steps": 3, "name": "test"},
                "data__init_args__test_source": {"path": str(instructions), "limit": 4}}
     assert main(["fit", *recipe(**changes)]) == 0
-    expected = final(folder)
+    expected = read_final_scores(folder)
     for command in ("validate", "test"):
         folder.metrics_json.unlink()
         assert main([command, *recipe(**changes), "--ckpt_path", "last"]) == 0
-        assert final(folder) == pytest.approx(expected, abs=1e-6)
+        assert read_final_scores(folder) == pytest.approx(expected, abs=1e-6)
     assert len(expected) == 6 and all(name.startswith("mmlu/test/") for name in expected)
 
 
@@ -473,9 +475,9 @@ def test_two_devices_answer_and_sample_as_one(on_one_and_two, plain, questions, 
     """Lightning starts its second process itself; JAX has one process with two devices, or two with one each."""
     single, two, output = on_one_and_two(strategy, processes, **changes, mmlu={"source": questions}, **block(),
                                          engine=engine, model__init_args__pretrained=plain)
-    assert question_steps(single)[-1] == question_steps(two)[-1] == 6
-    assert output.count("23 questions") == len(question_steps(two))
-    assert final(two) == pytest.approx(final(single), abs=1e-4)
+    assert read_question_steps(single)[-1] == read_question_steps(two)[-1] == 6
+    assert output.count("23 questions") == len(read_question_steps(two))
+    assert read_final_scores(two) == pytest.approx(read_final_scores(single), abs=1e-4)
     assert samples(two) == samples(single) and output.count("sample at step 6") == 2
 
 
@@ -491,7 +493,7 @@ def test_a_bad_row_stops_the_run_before_anything_is_written(recipe, tmp_path, fo
 
 
 @ENGINES
-def test_tasks_that_predict_no_next_token(recipe, folder, tmp_path, bert_folder, questions, engine, capsys):  # noqa: F811
+def test_a_task_without_next_tokens_is_rejected(recipe, folder, tmp_path, bert_folder, questions, engine, capsys):  # noqa: F811
     config = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1,
               "num_attention_heads": 4, "max_position_embeddings": 64}
     data = {"source": squad(tmp_path), "tokenizer": str(bert_folder), "max_length": 48, "stride": 16,

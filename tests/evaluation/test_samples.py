@@ -86,7 +86,7 @@ def greedy_search(model, tokenizer, prompts: list[str], steps: int = 5) -> list[
 
 
 @SLOW_ON_JAX
-def test_samples_are_the_answers_of_the_base_and_of_the_trained_model(recipe, folder, plain, engine):
+def test_samples_are_answers_of_the_base_and_the_trained_model(recipe, folder, plain, engine):
     changes = {**LORA, "model__init_args__pretrained": plain, "engine": engine}
     assert main(["fit", *recipe(**changes, **block())]) == 0
     rows = samples(folder)
@@ -177,7 +177,7 @@ def test_a_run_with_samples_equals_one_without(recipe, tmp_path, noisy_generatio
 
 
 @SLOW_ON_JAX
-def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch, clock):
+def test_measured_speed_excludes_sampling(recipe, folder, engine, monkeypatch, clock):
     written = SampleWriter.write
 
     def slow(self, *args):
@@ -194,7 +194,7 @@ def test_the_speed_is_of_training_alone(recipe, folder, engine, monkeypatch, clo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "sampled_steps"), [(4, {0}), (6, {0, 2}), (12, {0, 2, 4})])
-def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, sampled_steps):
+def test_an_interrupted_run_resumes_with_the_same_samples(recipe, finished, tmp_path, stop_at, batch, sampled_steps):
     """In the middle of a step, in a sampled step, and in a sampled step with validation."""
     changes = {**block(), "trainer__accumulate_grad_batches": 3}
     straight, broken = finished(**changes), RunFolder(tmp_path / "broken")
@@ -208,7 +208,7 @@ def test_interrupted_and_resumed(recipe, finished, tmp_path, stop_at, batch, sam
 
 @pytest.mark.slow
 @ENGINES
-def test_later_rows_are_written_again(recipe, folder, engine):
+def test_rows_after_the_checkpoint_are_written_again(recipe, folder, engine):
     """As after a kill, when the file is ahead of the checkpoint."""
     changes = {**LORA, **block(), "engine": engine, "checkpoint": {"every_n_steps": 1, "keep_last": 9}}
     arguments = recipe(**changes)
@@ -252,7 +252,7 @@ class Log:
         self.tables.append((key, columns, data, step))
 
 
-def test_rows_of_a_file(tmp_path, capsys):
+def test_samples_are_written_to_the_file_and_to_loggers(tmp_path, capsys):
     folder, log = RunFolder(tmp_path), Log()
     writer = SampleWriter(["a  b", "c"])
     writer.begin(folder, None)
@@ -336,13 +336,13 @@ def test_both_engines_continue_the_same_texts(recipe, tmp_path, plain, clm):
     ({"prompts": []}, "samples.prompts"), ({"prompts": ["a", " "]}, "samples.prompts"),
     ({"every_n_steps": 0}, "samples.every_n_steps is 0"), ({"max_new_tokens": 0}, "samples.max_new_tokens is 0"),
 ])
-def test_invalid_settings(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         SampleWriter(**settings)
 
 
 @ENGINES
-def test_a_prompt_that_is_too_long_is_an_error_before_anything_is_written(recipe, folder, engine, capsys):
+def test_a_prompt_that_is_too_long_is_rejected_before_anything_is_written(recipe, folder, engine, capsys):
     assert main(["fit", *recipe(**LORA, **block(prompts=["Add.", "one " * 300]), engine=engine)]) == 2
     errors = capsys.readouterr().err
     assert "samples.prompts: 'one one" in errors and "256 positions" in errors
@@ -351,7 +351,7 @@ def test_a_prompt_that_is_too_long_is_an_error_before_anything_is_written(recipe
 
 @ENGINES
 @pytest.mark.parametrize("task", ["MLM", "QA"])
-def test_tasks_that_generate_nothing(recipe, folder, tmp_path, bert_folder, engine, task, capsys, clm):  # noqa: F811
+def test_a_task_that_generates_nothing_is_rejected(recipe, folder, tmp_path, bert_folder, engine, task, capsys, clm):  # noqa: F811
     config = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1,
               "num_attention_heads": 4, "max_position_embeddings": 64}
     data = {"MLM": {**clm["init_args"], "tokenizer": str(bert_folder)},
