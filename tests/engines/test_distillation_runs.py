@@ -1,4 +1,4 @@
-"""Runs with a teacher: both engines, resumed, refused with another teacher; the engines' gradients of a masked LM."""
+"""Runs with a teacher: both engines agree, resume, and reject another teacher; parity for a masked LM."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_h
 
 
 @pytest.fixture
-def taught(recipe, llama_of, tmp_path):
-    """A function that gives the arguments of a packed QLoRA run with a teacher in four bits, and its folder."""
+def distillation_run(recipe, llama_of, tmp_path):
+    """Return a function that writes a packed QLoRA recipe with a 4-bit teacher; it returns arguments and run folder."""
     def write(name: str, **changes) -> tuple[list[str], RunFolder]:
         run = RunFolder(tmp_path / name)
         model = {"teacher": {"pretrained": str(llama_of(2)), "quantize": "nf4", "beta": 0.3, "temperature": 1.5}}
@@ -32,15 +32,16 @@ def taught(recipe, llama_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_both_engines_learn_the_same_from_a_teacher_and_go_on(taught, llama_of, tmp_path, stop_at, capsys):
+def test_both_engines_distil_alike_and_resume_with_the_same_teacher_only(distillation_run, llama_of, tmp_path, stop_at,
+                                                                         capsys):
     runs = []
     for engine in ("torch", "jax"):
-        arguments, run = taught(engine, engine=engine)
+        arguments, run = distillation_run(engine, engine=engine)
         assert main(["fit", *arguments]) == 0
         runs.append(run)
-    wanted, found = map(rows, runs)
-    assert len(wanted) == len(found) == 6
-    for row, expected in zip(found, wanted, strict=True):
+    torch_rows, jax_rows = map(rows, runs)
+    assert len(torch_rows) == len(jax_rows) == 6
+    for row, expected in zip(jax_rows, torch_rows, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
         assert row["train/loss"] == pytest.approx((row["train/divergence"] + row["train/cross_entropy"]) / 2)
     metrics = json.loads(runs[0].metrics_json.read_text())
@@ -48,8 +49,8 @@ def test_both_engines_learn_the_same_from_a_teacher_and_go_on(taught, llama_of, 
     names = {*load_file(runs[0].model / "adapter_model.safetensors")}
     assert names == {*load_file(runs[1].model / "adapter_model.safetensors")}
     assert not any("teacher" in name for name in {*names, *load_file(runs[0].resolve("last") / "model.safetensors")})
-    # In the middle of a step.
-    arguments, broken = taught("broken")
+    # Interrupted in the middle of a step.
+    arguments, broken = distillation_run("broken")
     stop_at(5)
     assert main(["fit", *arguments]) == 130
     stop_at(0)
@@ -65,8 +66,8 @@ def test_both_engines_learn_the_same_from_a_teacher_and_go_on(taught, llama_of, 
 
 
 @pytest.mark.slow
-def test_both_engines_learn_from_one_cache_of_likeliest_tokens(recipe, llama_of, tmp_path, own_cache, capsys):
-    """Packed on both, which numbers the tokens of rows all the same."""
+def test_both_engines_train_from_one_top_k_cache(recipe, llama_of, tmp_path, own_cache, capsys):
+    """With packing, which does not change the cache."""
     runs = []
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
@@ -74,8 +75,8 @@ def test_both_engines_learn_from_one_cache_of_likeliest_tokens(recipe, llama_of,
             "pretrained": str(llama_of(2)), "top_k": 5}, data__init_args__packing=True,
             data__init_args__max_length=192, trainer__default_root_dir=str(run.root))
         assert main(["fit", *arguments]) == 0
-        said = capsys.readouterr()
-        assert (said.out + said.err).count("Computing the 5 most likely") == (2 if engine == "torch" else 0)
+        output = capsys.readouterr()
+        assert (output.out + output.err).count("Computing the 5 most likely") == (2 if engine == "torch" else 0)
         runs.append(run)
     for row, expected in zip(*map(rows, reversed(runs)), strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
@@ -91,7 +92,7 @@ def test_engines_agree_on_a_masked_lm_with_a_teacher(recipe, tmp_path, capsys):
     text.write_text("\n\n".join(f"the quick brown fox jumps over {n} lazy dogs" for n in range(12)))
     tokenizer, folder = AutoTokenizer.from_pretrained("demo/bert"), tmp_path / "teacher"
     torch.manual_seed(0)
-    # Rows beside the tokens, which the student has not.
+    # The teacher's embedding has rows beyond the tokens, which the student's has not.
     BertForMaskedLM(BertConfig(**{**BERT, "hidden_size": 24}, vocab_size=len(tokenizer) + 3)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     assert main(["inspect", *recipe(
@@ -99,20 +100,20 @@ def test_engines_agree_on_a_masked_lm_with_a_teacher(recipe, tmp_path, capsys):
             "pretrained": str(folder), "beta": 1.0}}},
         data={"class_path": "MLMData", "init_args": {"source": str(text), "documents": "paragraph", "max_length": 48,
                                                      "tokenizer": "demo/bert"}}), "--parity", "true"]) == 0
-    said = capsys.readouterr().out
-    assert "Parity: pass" in said and said.count(": pass, tolerance") == 3
+    output = capsys.readouterr().out
+    assert "Parity: pass" in output and output.count(": pass, tolerance") == 3
 
 
 @pytest.mark.slow
-def test_a_teacher_with_an_adapter_is_quantised_alike(tmp_path, monkeypatch):
+def test_both_engines_quantise_a_teacher_with_an_adapter_alike(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     adapter = ["--model.teacher.adapter", "demo/llama_sft"]
-    found = {}
+    divergences = {}
     for name, options in (("torch", adapter), ("jax", ["--engine", "jax", *adapter]), ("without", [])):
         run = RunFolder(tmp_path / name)
         assert main(["fit", "--config", "configs/distill.yaml", *options, "--model.teacher.quantize", "nf4",
                      "--trainer.logger", "null", "--trainer.max_steps", "2", "--trainer.log_every_n_steps", "1",
                      "--trainer.limit_val_batches", "1", "--trainer.default_root_dir", str(run.root)]) == 0
-        found[name] = [row["train/divergence"] for row in rows(run)]
-    assert found["jax"] == pytest.approx(found["torch"], rel=1e-4)
-    assert found["torch"][0] != pytest.approx(found["without"][0], rel=1e-2)
+        divergences[name] = [row["train/divergence"] for row in rows(run)]
+    assert divergences["jax"] == pytest.approx(divergences["torch"], rel=1e-4)
+    assert divergences["torch"][0] != pytest.approx(divergences["without"][0], rel=1e-2)

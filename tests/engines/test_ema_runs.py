@@ -1,4 +1,4 @@
-"""Runs that average their parameters, on both engines: resumed to the bit, evaluated and exported with the average."""
+"""Runs that average their parameters, on both engines: they resume, evaluate and export the average."""
 
 import csv
 import json
@@ -17,13 +17,13 @@ CHANGES = {"model__init_args__optimizer": {"lr": 0.01, "ema_decay": 0.5, "layer_
            "trainer__val_check_interval": 2, "checkpoint": {"every_n_steps": 1, "keep_last": 9}}
 
 
-def val_losses(folder):
+def read_val_losses(folder):
     with open(folder.metrics_csv, newline="") as file:
         return [float(row["val/loss"]) for row in csv.DictReader(file) if row.get("val/loss")]
 
 
-def by_hand(folder):
-    """The average of the parameters of all checkpoints."""
+def average_checkpoints(folder):
+    """Return the average of all checkpoints' parameters, computed by hand."""
     average = None
     for step in range(1, 5):
         params = load_file(folder.checkpoint(f"step={step}") / "model.safetensors")
@@ -32,24 +32,24 @@ def by_hand(folder):
 
 
 @pytest.mark.slow
-def test_engines_average_alike_and_export_and_resume_the_average(recipe, tmp_path):
-    found = {}
+def test_both_engines_average_alike_and_export_and_resume_the_average(recipe, tmp_path):
+    results = {}
     for engine, other in (("torch", "jax"), ("jax", "torch")):
         folder = RunFolder(tmp_path / engine)
         arguments = {**CHANGES, "trainer__default_root_dir": str(folder.root)}
         assert main(["fit", *recipe(**arguments, engine=engine), "--stop_at", "2"]) == 0
         assert main(["fit", *recipe(**arguments, engine=other), "--ckpt_path", "last"]) == 0
-        average = by_hand(folder)
+        average = average_checkpoints(folder)
         saved = load_averages(read_checkpoint(folder.resolve("last")), 1)
         exported = load_file(folder.model / "adapter_model.safetensors")
         for name, value in average.items():
             np.testing.assert_allclose(saved[name], value, rtol=1e-6, atol=1e-8)
             peft = name.removeprefix("model.").replace(".default.weight", ".weight")
             assert np.array_equal(exported[peft], saved[name])
-        found[engine] = folder, val_losses(folder)
-    assert found["torch"][1] == pytest.approx(found["jax"][1], rel=1e-4)
-    # An evaluation of the checkpoint is that of the run at its end.
-    for engine, (folder, losses) in found.items():
+        results[engine] = folder, read_val_losses(folder)
+    assert results["torch"][1] == pytest.approx(results["jax"][1], rel=1e-4)
+    # Evaluating the checkpoint gives the run's final validation loss.
+    for engine, (folder, losses) in results.items():
         assert main(["validate", *recipe(**CHANGES, trainer__default_root_dir=str(folder.root), engine=engine),
                      "--ckpt_path", "last"]) == 0
         assert json.loads(folder.metrics_json.read_text())["val/loss"] == pytest.approx(losses[-1], rel=1e-5)

@@ -23,7 +23,7 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.finished_runs import TIMED, paths, rows
 
-# A softmax over keys or positions does not see what is added to all of them: Adam moves these by rounding errors alone.
+# A constant added before a softmax has no effect, so these get no gradient and Adam moves them by rounding errors only.
 WITHOUT_GRADIENT = ("key.bias", "c_attn.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 STEPS = 10
 CORPUS = Path(__file__).parents[2] / "demo" / "corpus"
@@ -40,8 +40,8 @@ BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_h
 
 
 @pytest.fixture
-def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
-    """A function that fits a task on each engine, from the same weights, and predicts; returns the two run folders."""
+def fit_on_both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
+    """Return a function that fits a task on each engine from the same weights, predicts, and returns both runs."""
     text = tmp_path / "texts.txt"
     text.write_text("\n\n".join(f"the quick brown fox jumps over {n} lazy dogs" * (1 + n % 3) for n in range(40)))
     gaps = tmp_path / "gaps.txt"
@@ -49,14 +49,15 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
     source = squad(tmp_path)
     pairs, judged = tmp_path / "pairs.jsonl", tmp_path / "judged.jsonl"
     answers = [(f"Count from {n}.", f"{n} and {n + 1} " * (1 + n % 3), "dogs " * (1 + n % 4)) for n in range(40)]
-    pairs.write_text("".join(json.dumps({"prompt": prompt, "chosen": good, "rejected": bad}) + "\n"
-                             for prompt, good, bad in answers))
-    judged.write_text("".join(json.dumps({"prompt": prompt, "completion": answer, "label": wanted}) + "\n"
-                              for prompt, good, bad in answers for answer, wanted in ((good, True), (bad, False))))
+    pairs.write_text("".join(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n"
+                             for prompt, chosen, rejected in answers))
+    judged.write_text("".join(json.dumps({"prompt": prompt, "completion": answer, "label": is_good}) + "\n"
+                              for prompt, chosen, rejected in answers
+                              for answer, is_good in ((chosen, True), (rejected, False))))
     preferences = {"val_size": 8, "max_length": 64, "template": "alpaca"}
     texts = {"source": str(text), "documents": "paragraph", "val_size": 0.2, "max_length": 48}
 
-    def folder(auto, config: dict, tokenizer) -> str:
+    def save_model(auto, config: dict, tokenizer) -> str:
         torch.manual_seed(0)
         fields = {**config, "vocab_size": len(AutoTokenizer.from_pretrained(tokenizer))}
         path = tmp_path / config["model_type"]
@@ -76,17 +77,17 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
             "QA": (AutoModelForQuestionAnswering, BERT, bert_folder, {"class_path": "QAData", "init_args": {
                 "source": source, "val_source": source, "max_length": 48, "stride": 16, "question_max_length": 16}}),
         }[name]
-        longest = data["init_args"]["max_length"] if data else 192  # JAX compiles programs for each length of a batch
+        max_length = data["init_args"]["max_length"] if data else 192  # JAX compiles a program for each batch length
         runs = []
         for engine in ("torch", "jax"):
             run = RunFolder(tmp_path / engine)
-            model = {"pretrained": folder(auto, config, tokenizer), "optimizer": {
+            model = {"pretrained": save_model(auto, config, tokenizer), "optimizer": {
                 "lr": 1e-3, "weight_decay": 0.1, "schedule": "linear", "warmup": 4}}
             if name in ("SFT", "CLM", "Preference"):
                 model["generation"] = {"max_new_tokens": 8}
             arguments = recipe(f"{engine}.yaml", **{
                 "engine": engine, "model": {"class_path": name, "init_args": model}, **({"data": data} if data else {}),
-                "data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": longest,
+                "data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": max_length,
                 "data__init_args__tokenizer": str(tokenizer), "trainer__max_steps": STEPS,
                 "trainer__gradient_clip_val": 0.5, "trainer__val_check_interval": STEPS,
                 "trainer__accumulate_grad_batches": 2,
@@ -99,24 +100,24 @@ def both(recipe, tmp_path, tokenizer_folder, bert_folder):  # noqa: F811
     return fit
 
 
-def same_predictions(run: RunFolder, other: RunFolder) -> None:
-    """The same texts and tokens; probabilities to rounding."""
-    found, wanted = ([json.loads(line) for line in folder.predictions.read_text().splitlines()]
-                     for folder in (run, other))
+def assert_same_predictions(run: RunFolder, other: RunFolder) -> None:
+    """Assert equal texts and tokens; probabilities may differ by rounding."""
+    predictions, expected = ([json.loads(line) for line in folder.predictions.read_text().splitlines()]
+                             for folder in (run, other))
     probabilities = [[gap.pop("probability") for row in rows for gaps in row.get("fills", []) for gap in gaps]
-                     for rows in (found, wanted)]
-    assert found == wanted and probabilities[0] == pytest.approx(probabilities[1], rel=1e-3)
+                     for rows in (predictions, expected)]
+    assert predictions == expected and probabilities[0] == pytest.approx(probabilities[1], rel=1e-3)
 
 
-def same_checkpoint_keys(on_jax: RunFolder, on_torch: RunFolder) -> None:
-    """At every level, except where an engine keeps what is its own."""
-    found, wanted = (read_checkpoint(run.resolve("last")) for run in (on_jax, on_torch))
-    data = {type_name for type_name in found if type_name.endswith("Data")}
-    assert len(data) == 1 and found.keys() - {"engine"} == {*CheckpointContent.__annotations__} | data
-    del wanted["pytorch-lightning_version"], found["engine"]
-    for content in (found, wanted):
+def assert_same_checkpoint_keys(on_jax: RunFolder, on_torch: RunFolder) -> None:
+    """Assert equal checkpoint keys at every level, except the engines' own."""
+    jax_content, torch_content = (read_checkpoint(run.resolve("last")) for run in (on_jax, on_torch))
+    data = {type_name for type_name in jax_content if type_name.endswith("Data")}
+    assert len(data) == 1 and jax_content.keys() - {"engine"} == {*CheckpointContent.__annotations__} | data
+    del torch_content["pytorch-lightning_version"], jax_content["engine"]
+    for content in (jax_content, torch_content):
         content["identity"]["trainer"] = "of the engine"
-    assert set(paths(found)) == set(paths(wanted))
+    assert set(paths(jax_content)) == set(paths(torch_content))
 
 
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1, "targets": "all-linear"}
@@ -142,55 +143,55 @@ QLORA = {"model__init_args__lora": LORA, "model__init_args__quantize": "nf4"}
     ("QA", QLORA),
 ], ids=["sft", "sft-nf4-packed", "sft-noise-dft-packed", "sft-dora-grouped-sampled", "clm-rslora",
         "clm-from-scratch", "mlm-smoothed", "mlm-streams-mixed", "dpo-nf4", "kto", "qa", "qa-nf4"])
-def test_both_engines_say_the_same(both, name, changes):
-    on_torch, on_jax = both(name, **changes)
-    expected, found = rows(on_torch), rows(on_jax)
-    assert len(expected) == len(found) == STEPS
-    if name == "Preference":  # begins at its reference, as nothing drops in the network: there rewards are rounding
-        for row in (*expected[:2], *found[:2]):  # the rate of the first step is 0
+def test_both_engines_give_the_same_losses_exports_and_predictions(fit_on_both, name, changes):
+    on_torch, on_jax = fit_on_both(name, **changes)
+    torch_rows, jax_rows = rows(on_torch), rows(on_jax)
+    assert len(torch_rows) == len(jax_rows) == STEPS
+    if name == "Preference":  # starts at its reference, without dropout: rewards are rounding errors
+        for row in (*torch_rows[:2], *jax_rows[:2]):  # the first step's learning rate is 0
             assert abs(row["train/rewards/chosen"]) < 1e-4
             row.pop("train/rewards/accuracy", None)
-    for row, wanted in zip(found, expected):
-        assert row.keys() == wanted.keys()
-        assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-5), row["step"]
-        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-4 if name == "Preference" else 1e-12)
-    metrics, wanted = (json.loads(run.metrics_json.read_text()) for run in (on_jax, on_torch))
-    assert metrics.keys() == wanted.keys()
+    for row, expected in zip(jax_rows, torch_rows):
+        assert row.keys() == expected.keys()
+        assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5), row["step"]
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-4 if name == "Preference" else 1e-12)
+    metrics, expected = (json.loads(run.metrics_json.read_text()) for run in (on_jax, on_torch))
+    assert metrics.keys() == expected.keys()
     assert {k: v for k, v in metrics.items() if k not in TIMED} == pytest.approx(
-        {k: v for k, v in wanted.items() if k not in TIMED}, rel=1e-4)
-    same_checkpoint_keys(on_jax, on_torch)
-    report, wanted = (json.loads(run.data_report.read_text()) for run in (on_jax, on_torch))
-    assert report == wanted
+        {k: v for k, v in expected.items() if k not in TIMED}, rel=1e-4)
+    assert_same_checkpoint_keys(on_jax, on_torch)
+    report, expected = (json.loads(run.data_report.read_text()) for run in (on_jax, on_torch))
+    assert report == expected
     exported, = (path.name for path in on_torch.model.glob("*.safetensors"))
-    weights, wanted = (load_file(run.model / exported) for run in (on_jax, on_torch))
-    assert weights.keys() == wanted.keys()
+    weights, expected = (load_file(run.model / exported) for run in (on_jax, on_torch))
+    assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         if key.endswith(WITHOUT_GRADIENT):
             continue
-        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(wanted[key]), rtol=1e-3, atol=2e-5)
-    same_predictions(on_jax, on_torch)
+        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(expected[key]), rtol=1e-3, atol=2e-5)
+    assert_same_predictions(on_jax, on_torch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {**QLORA, "model__init_args__optimizer": {
     "name": "muon", "lr": 1e-3, "weight_decay": 0.1, "b_lr_ratio": 4.0}}], ids=["full", "muon-qlora"])
-def test_a_run_may_change_engine(both, changes):
-    """Each taken up half way by the other engine, which also evaluates it."""
+def test_a_run_resumes_on_the_other_engine(fit_on_both, changes):
+    """The other engine resumes each run halfway and evaluates it."""
     half = str(STEPS // 2)
-    runs = both("CLM", predicts=False, checkpoint={"every_n_steps": STEPS // 2, "keep_last": 9}, **changes)
+    runs = fit_on_both("CLM", predicts=False, checkpoint={"every_n_steps": STEPS // 2, "keep_last": 9}, **changes)
     expected = [rows(run) for run in runs]
-    for run, then, straight in zip(runs, ("jax", "torch"), reversed(expected), strict=True):
-        arguments = ["--config", str(run.config), "--engine", then]
+    for run, other_engine, straight in zip(runs, ("jax", "torch"), reversed(expected), strict=True):
+        arguments = ["--config", str(run.config), "--engine", other_engine]
         assert main(["fit", *arguments, "--ckpt_path", half, "--overwrite", "true"]) == 0
         assert json.loads((run.resolve("last") / "state.json").read_text())["global_step"] == STEPS
-        for row, wanted in zip(rows(run), straight, strict=True):
-            assert row == pytest.approx(wanted, rel=1e-4)
+        for row, expected_row in zip(rows(run), straight, strict=True):
+            assert row == pytest.approx(expected_row, rel=1e-4)
         assert main(["validate", *arguments, "--ckpt_path", half]) == 0
 
 
 @pytest.fixture
 def saved_in_nf4(llama_folder, tmp_path) -> str:
-    """The tiny Llama as bitsandbytes and transformers save it in four bits."""
+    """Save the tiny Llama in 4 bits with bitsandbytes and transformers."""
     model = AutoModelForCausalLM.from_pretrained(llama_folder, device_map="cpu", quantization_config=BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True))
     model.config.attention_dropout = 0.0
@@ -200,14 +201,14 @@ def saved_in_nf4(llama_folder, tmp_path) -> str:
 
 
 @pytest.mark.slow
-def test_a_base_that_is_saved_quantised(recipe, saved_in_nf4, tmp_path, capsys):
+def test_both_engines_train_alike_on_a_base_saved_in_nf4(recipe, saved_in_nf4, tmp_path, capsys):
     changes = {"model__init_args__pretrained": saved_in_nf4, "model__init_args__quantize": None,
                "model__init_args__lora": LORA}
     runs = [RunFolder(tmp_path / engine) for engine in ("torch", "jax")]
     for run in runs:
         assert main(["fit", *recipe(engine=run.root.name, trainer__default_root_dir=str(run.root), **changes)]) == 0
-    for row, wanted in zip(*map(rows, runs), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(*map(rows, runs), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     for run in runs:
         assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged" / run.root.name)]) == 0
         assert "original" not in capsys.readouterr().out
@@ -222,25 +223,25 @@ def test_a_base_that_is_saved_quantised(recipe, saved_in_nf4, tmp_path, capsys):
     ({"model__init_args__quantize": "fp4"}, "model.quantize is fp4, but .* is saved in nf4"),
     ({"model__init_args__quantize": None, "model__init_args__lora": None}, "is saved in nf4.*Set model.lora"),
 ])
-def test_a_base_that_is_saved_quantised_stays_so(recipe, saved_in_nf4, engine, changes, message, capfd):
+def test_a_base_saved_in_nf4_cannot_be_stored_otherwise(recipe, saved_in_nf4, engine, changes, message, capfd):
     assert main(["fit", *recipe(engine=engine, model__init_args__pretrained=saved_in_nf4, **changes)]) == 2
     assert re.search(message, capfd.readouterr().err)
 
 
 @pytest.mark.slow
-def test_experts_their_balance_and_load(both):
-    """From scratch, packed: losses, which hold the balance loss, and the load of experts, also under another cut."""
+def test_balance_loss_and_expert_load_are_equal_under_any_batch_split(fit_on_both):
+    """From scratch, packed, on both engines; losses include the balance loss."""
     changes = {"model__init_args__pretrained": None, "model__init_args__config": EXPERTS,
                "model__init_args__balance_loss": 0.5, "data__init_args__packing": True, "trainer__max_steps": 6,
                "trainer__val_check_interval": 6}
-    by_cut = [[[{key: value for key, value in row.items() if "train/" in key and "epoch" not in key}
-                for row in rows(run)]
-               for run in both("CLM", predicts=False, **changes, **cut)] for cut in (
+    by_split = [[[{key: value for key, value in row.items() if "train/" in key and "epoch" not in key}
+                  for row in rows(run)]
+                 for run in fit_on_both("CLM", predicts=False, **changes, **split)] for split in (
         {"data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2},
         {"data__init_args__batch_size": 4, "trainer__accumulate_grad_batches": 1, "overwrite": True})]
-    first = by_cut[0][0]
+    first = by_split[0][0]
     assert len(first) == 6 and all(row["train/experts/balance"] >= 2 * 0.999 for row in first)
     assert all(row["train/experts/max_load"] > 1 > row["train/experts/min_load"] >= 0 for row in first)
-    for other in (by_cut[0][1], *by_cut[1]):
-        for row, wanted in zip(other, first, strict=True):
-            assert row == pytest.approx(wanted, rel=2e-4, abs=1e-6)
+    for other in (by_split[0][1], *by_split[1]):
+        for row, expected in zip(other, first, strict=True):
+            assert row == pytest.approx(expected, rel=2e-4, abs=1e-6)

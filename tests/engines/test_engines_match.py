@@ -1,4 +1,4 @@
-"""What a recipe may say is the same on both engines."""
+"""Both engines have the same recipe keys."""
 
 import inspect
 from dataclasses import dataclass
@@ -26,33 +26,33 @@ from lmmods.torch_engine.tasks.sft import SFT
 from lmmods.torch_engine.trainer import Trainer
 
 
-def fields(cls: type) -> dict[str, tuple]:
-    """Constructor fields of a class and its bases here: default and type."""
-    found = {}
+def read_fields(cls: type) -> dict[str, tuple]:
+    """Return default and type of each constructor field of a class and our bases of it."""
+    fields = {}
     for base in cls.__mro__:
         if base.__module__.startswith(("lmmods", "jax_engine")):
-            found |= {name: (field.default, str(field.annotation))
-                      for name, field in inspect.signature(base.__init__).parameters.items()
-                      if name not in ("self", "kwargs")}
-    return found
+            fields |= {name: (field.default, str(field.annotation))
+                       for name, field in inspect.signature(base.__init__).parameters.items()
+                       if name not in ("self", "kwargs")}
+    return fields
 
 
 @pytest.mark.parametrize(("on_torch", "on_jax"), [
     (CLM, JaxCLM), (MLM, JaxMLM), (Preference, JaxPreference), (QA, JaxQA), (SFT, JaxSFT)])
 def test_tasks_have_the_same_fields(on_torch, on_jax):
     assert on_torch.__name__ == on_jax.__name__
-    assert {name: default for name, (default, _) in fields(on_torch).items()} == {
-        name: default for name, (default, _) in fields(on_jax).items()}
-    assert {name: kind for name, (_, kind) in fields(on_torch).items() if "Literal" not in kind} == {
-        name: kind for name, (_, kind) in fields(on_jax).items() if "Literal" not in kind}
+    assert {name: default for name, (default, _) in read_fields(on_torch).items()} == {
+        name: default for name, (default, _) in read_fields(on_jax).items()}
+    assert {name: type_ for name, (_, type_) in read_fields(on_torch).items() if "Literal" not in type_} == {
+        name: type_ for name, (_, type_) in read_fields(on_jax).items() if "Literal" not in type_}
 
 
 @pytest.mark.parametrize("base", [CausalModule, CausalTask])
-def test_a_task_of_ones_own_adds_a_key(base):
-    """As docs/extending.md shows: a constructor with its own key that hands on the others."""
+def test_a_custom_task_adds_its_own_key(base):
+    """As in docs/extending.md: a constructor with its own key passes on the others."""
 
     class Own(base):
-        """One's own.
+        """Custom task.
 
         Args:
             own: Its key.
@@ -74,28 +74,28 @@ def test_a_task_of_ones_own_adds_a_key(base):
         own: int = 3
 
     class OnBoth(OwnFields, base):
-        """A task whose key both engines take."""
+        """Task with a key for both engines."""
 
     task = OnBoth(own=5, pretrained="x")
     assert (task.own, task.generation.top_k) == (5, 50) and task.trains_adapter is False
 
 
-def test_every_field_is_documented():
-    """Once, under Args, where --help finds it."""
+def test_every_field_is_documented_once():
+    """It is under Args, where --help reads it."""
     for task in (JaxCLM, JaxMLM, JaxQA, JaxSFT):
         texts = "".join(inspect.getdoc(base) for base in task.__mro__ if issubclass(base, TaskFields))
-        for name in fields(task):
+        for name in read_fields(task):
             assert texts.count(f"\n    {name}: ") == 1, name
 
 
-def test_the_jax_trainer_takes_lightnings_keys():
+def test_the_jax_trainer_has_lightnings_keys_and_defaults():
     import lightning as L
 
-    known = {*inspect.signature(L.Trainer.__init__).parameters, "heartbeat_timeout"}  # which is ours, on both engines
-    assert set(inspect.signature(JaxTrainer.__init__).parameters) <= known
-    ours, theirs = fields(JaxTrainer), fields(Trainer)
-    same = set(ours) & set(theirs) - {"strategy", "callbacks", "precision", "logger"}
-    assert {name: ours[name][0] for name in same} == {name: theirs[name][0] for name in same}
+    lightning_keys = {*inspect.signature(L.Trainer.__init__).parameters, "heartbeat_timeout"}  # ours on both engines
+    assert set(inspect.signature(JaxTrainer.__init__).parameters) <= lightning_keys
+    jax_fields, torch_fields = read_fields(JaxTrainer), read_fields(Trainer)
+    same = set(jax_fields) & set(torch_fields) - {"strategy", "callbacks", "precision", "logger"}
+    assert {name: jax_fields[name][0] for name in same} == {name: torch_fields[name][0] for name in same}
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "inspect"])
@@ -104,9 +104,9 @@ def test_commands_have_the_same_arguments(command):
     assert on_torch == on_jax
 
 
-def test_early_stopping_takes_lightnings_fields():
-    from lightning.pytorch.callbacks import EarlyStopping as Theirs
+def test_early_stopping_has_lightnings_fields_and_defaults():
+    from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
-    theirs = inspect.signature(Theirs.__init__).parameters
+    lightning_fields = inspect.signature(LightningEarlyStopping.__init__).parameters
     for name, field in inspect.signature(EarlyStopping.__init__).parameters.items():
-        assert name in theirs and (field.default == theirs[name].default or name == "self"), name
+        assert name in lightning_fields and (field.default == lightning_fields[name].default or name == "self"), name

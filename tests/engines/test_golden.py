@@ -1,4 +1,4 @@
-"""The first losses of the demo recipe, as recorded. Run as a program, this file records them anew."""
+"""The first losses of the demo recipe equal the recorded ones; run this file as a program to record them again."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ GOLDEN = ROOT / "tests" / "golden" / "sft_qlora.json"
 NUM_STEPS = 8
 
 
-def first_losses(folder: str) -> list[float]:
+def train_first_losses(folder: str) -> list[float]:
     """Train the shipped recipe for a few steps and return its losses."""
     from lmmods.cli import main
 
@@ -27,15 +27,15 @@ def first_losses(folder: str) -> list[float]:
         return [float(row["train/loss"]) for row in csv.DictReader(file)]
 
 
-def test_first_losses_are_those_recorded(tmp_path, monkeypatch):
+def test_the_first_losses_equal_the_recorded_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
-    assert first_losses(str(tmp_path / "run")) == pytest.approx(
-        json.loads(GOLDEN.read_text()), rel=1e-3)  # what other CPUs round differently
+    assert train_first_losses(str(tmp_path / "run")) == pytest.approx(
+        json.loads(GOLDEN.read_text()), rel=1e-3)  # other CPUs round differently
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     GOLDEN.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        GOLDEN.write_text(json.dumps(first_losses(f"{folder}/run")) + "\n")
+        GOLDEN.write_text(json.dumps(train_first_losses(f"{folder}/run")) + "\n")

@@ -1,7 +1,7 @@
-"""What only a GPU can show; skipped where there is none. TEST_GPUS_ON=cpu tries these tests themselves on a processor.
+"""Tests that need a GPU; skipped without one. TEST_GPUS_ON=cpu runs them on a CPU, to test the tests.
 
-The commands of an engine run one after the other in one process, which imports and compiles once. It is not that of the
-tests, as JAX keeps the devices with which it has started. One test at a time uses the GPU.
+Each engine runs its commands one by one in a single process, which imports and compiles once. It is not the tests'
+process, as JAX keeps the devices it started with. One test at a time uses the GPU.
 """
 
 import json
@@ -20,32 +20,32 @@ from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
 from tests.finished_runs import TIMED, rows
 
-ON = os.environ.get("TEST_GPUS_ON", "gpu")
+DEVICE = os.environ.get("TEST_GPUS_ON", "gpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu"), *([NO_GPU] if ON == "gpu" else [])]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu"), *([NO_GPU] if DEVICE == "gpu" else [])]
 ENGINES = ["torch", "jax"]
 SPAWN = multiprocessing.get_context("spawn")  # a fork could not use CUDA
-MOST_SECONDS = 240  # of a command, the imports before the first one included
+MAX_SECONDS = 240  # per command, including the imports before the first one
 STEPS = {"trainer__max_steps": 4}
 
 
 class Worker:
-    """A process that runs the commands of an engine."""
+    """Process that runs an engine's commands."""
 
     def __init__(self) -> None:
-        self._commands, other = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(other,))
+        self._commands, worker_end = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=serve, args=(worker_end,))
         self.process.start()
-        other.close()
+        worker_end.close()
 
     def __call__(self, *arguments: str) -> None:
         self._commands.send(arguments)
-        assert self._commands.poll(MOST_SECONDS), f"no end after {MOST_SECONDS} seconds: {arguments}"
+        assert self._commands.poll(MAX_SECONDS), f"no end after {MAX_SECONDS} seconds: {arguments}"
         assert self._commands.recv() == 0, arguments
 
 
 def serve(commands: Connection) -> None:
-    """Run commands until the other side is gone."""
+    """Run commands until the other end is closed."""
     from lmmods.cli import main
 
     while True:
@@ -58,7 +58,7 @@ def serve(commands: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[dict[str, Worker]]:
-    """The workers by engine, as far as they have started."""
+    """Yield the started workers by engine."""
     started: dict[str, Worker] = {}
     yield started
     for worker in started.values():
@@ -66,8 +66,8 @@ def workers() -> Iterator[dict[str, Worker]]:
 
 
 @pytest.fixture
-def call(workers, tmp_path_factory) -> Iterator[Callable[..., None]]:
-    """A function that runs a command on an engine, while no other test uses the GPU."""
+def run_command(workers, tmp_path_factory) -> Iterator[Callable[..., None]]:
+    """Yield a function that runs a command on an engine; no other test uses the GPU meanwhile."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
@@ -81,16 +81,16 @@ def call(workers, tmp_path_factory) -> Iterator[Callable[..., None]]:
         yield run
 
 
-# bitsandbytes rounds one in 500 scales of double quantisation otherwise on GPUs than on CPUs, and so than JAX.
-ALIKE = {"model__init_args__double_quant": False}
+# With double quantisation, bitsandbytes on GPUs rounds one in 500 scales differently from CPUs and JAX.
+SAME_QUANTISATION = {"model__init_args__double_quant": False}
 
 
 @pytest.fixture
-def on_gpu(recipe, tmp_path):
-    """A function that writes a recipe for the GPU into a run folder of its own; returns both."""
+def write_gpu_recipe(recipe, tmp_path):
+    """Return a function that writes a GPU recipe and returns its run folder and the arguments."""
     def write(folder: str, engine: str, precision: str, **changes) -> tuple[RunFolder, list[str]]:
         run = RunFolder(tmp_path / folder)
-        return run, recipe(f"{folder}.yaml", engine=engine, trainer__accelerator=ON, trainer__precision=precision,
+        return run, recipe(f"{folder}.yaml", engine=engine, trainer__accelerator=DEVICE, trainer__precision=precision,
                            trainer__default_root_dir=str(run.root), **STEPS | changes)
 
     return write
@@ -98,81 +98,81 @@ def on_gpu(recipe, tmp_path):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_interrupted_run_ends_with_the_same_bits(call, on_gpu, engine, precision):
-    straight, arguments = on_gpu("straight", engine, precision)
-    call(engine, "fit", *arguments)
-    run, arguments = on_gpu("stopped", engine, precision)
-    call(engine, "fit", *arguments, "--stop_at", "3")
-    call(engine, "fit", *arguments, "--ckpt_path", "last")
+def test_an_interrupted_run_ends_with_the_same_bits(run_command, write_gpu_recipe, engine, precision):
+    straight, arguments = write_gpu_recipe("straight", engine, precision)
+    run_command(engine, "fit", *arguments)
+    run, arguments = write_gpu_recipe("stopped", engine, precision)
+    run_command(engine, "fit", *arguments, "--stop_at", "3")
+    run_command(engine, "fit", *arguments, "--ckpt_path", "last")
     assert rows(run, TIMED) == rows(straight, TIMED)
     name = "adapter_model.safetensors"
     assert (run.model / name).read_bytes() == (straight.model / name).read_bytes()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_answers_are_those_of_a_cpu(call, on_gpu, engine):
+def test_gpu_answers_equal_cpu_answers(run_command, write_gpu_recipe, engine):
     from lmmods.cli import main
 
-    run, arguments = on_gpu("run", engine, "32-true", **ALIKE)
-    call(engine, "fit", *arguments)
-    found = []
-    for accelerator in (ON, "cpu"):
+    run, arguments = write_gpu_recipe("run", engine, "32-true", **SAME_QUANTISATION)
+    run_command(engine, "fit", *arguments)
+    predictions = []
+    for accelerator in (DEVICE, "cpu"):
         arguments = ("predict", "--config", str(run.config), "--ckpt_path", "last", "--trainer.accelerator",
                      accelerator)
         if accelerator == "cpu":  # in this process, where JAX has no GPU
             assert main(list(arguments)) == 0
         else:
-            call(engine, *arguments)
-        found.append([json.loads(line) for line in run.predictions.read_text().splitlines()])
-    assert found[0] and found[0] == found[1]
+            run_command(engine, *arguments)
+        predictions.append([json.loads(line) for line in run.predictions.read_text().splitlines()])
+    assert predictions[0] and predictions[0] == predictions[1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_trained_and_used_under_bfloat16(call, on_gpu, engine):
-    run, arguments = on_gpu("run", engine, "bf16-mixed")
+def test_a_bfloat16_run_trains_validates_and_predicts(run_command, write_gpu_recipe, engine):
+    run, arguments = write_gpu_recipe("run", engine, "bf16-mixed")
     for command, more in (("fit", []), ("validate", ["--ckpt_path", "last"]), ("predict", ["--ckpt_path", "last"])):
-        call(engine, command, *arguments, *more)
+        run_command(engine, command, *arguments, *more)
     assert run.predictions.read_text()
 
 
-def test_both_engines_draw_the_same_answers(call, on_gpu, tmp_path):
+def test_both_engines_sample_the_same_answers(run_command, write_gpu_recipe, tmp_path):
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"instruction": f"Say {word} {len(word)} times.", "input": "", "output": word})
                               + "\n" for word in "one two three four five six seven eight".split()))
-    found = []
+    answers = []
     for engine in ENGINES:
-        run, arguments = on_gpu(
-            engine, engine, "32-true", **ALIKE, model__class_path="GRPO", data__class_path="PromptData",
+        run, arguments = write_gpu_recipe(
+            engine, engine, "32-true", **SAME_QUANTISATION, model__class_path="GRPO", data__class_path="PromptData",
             data__init_args__source=str(source), data__init_args__val_size=2, data__init_args__batch_size=8,
             data__init_args__max_length=128, model__init_args__lora={"rank": 4}, model__init_args__num_generations=4,
             model__init_args__max_new_tokens=12, trainer__max_steps=1, trainer__val_check_interval=1,
             model__init_args__rewards=[{"name": "regex", "pattern": "[a-m]"}])
-        call(engine, "fit", *arguments)
-        found.append([answer for group in read_rollout(run.rollouts, "step=0").groups for answer in group.answers])
-    assert len(found[0]) == len(found[1]) == 8
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        run_command(engine, "fit", *arguments)
+        answers.append([answer for group in read_rollout(run.rollouts, "step=0").groups for answer in group.answers])
+    assert len(answers[0]) == len(answers[1]) == 8
+    for torch_answer, jax_answer in zip(*answers, strict=True):
+        assert torch_answer.tokens.tolist() == jax_answer.tokens.tolist()
 
 
 @NO_GPU
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_kernel_for_packed_rows_is_as_near_to_float64_as_sdpa(kv_heads):
-    """Outputs and gradients of a network with a row of three documents."""
-    def outcome(dtype: torch.dtype, varlen: bool) -> torch.Tensor:
+def test_the_packing_kernel_is_about_as_accurate_as_sdpa(kv_heads):
+    """Compare outputs and gradients for a row of three documents with float64."""
+    def compute(dtype: torch.dtype, uses_varlen: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=320, hidden_size=256, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=kv_heads)).to("cuda", dtype)
-        if varlen:
+        if uses_varlen:
             prefer_varlen(model)
             assert model.config._attn_implementation == VARLEN
         generator = torch.Generator().manual_seed(1)
         ids, weights = torch.randint(320, (1, 160), generator=generator), torch.randn(1, 160, 320, generator=generator)
-        places = torch.cat([torch.arange(length) for length in (70, 61, 29)])[None]
-        logits = model(input_ids=ids.cuda(), position_ids=places.cuda(), use_cache=False).logits
+        positions = torch.cat([torch.arange(length) for length in (70, 61, 29)])[None]
+        logits = model(input_ids=ids.cuda(), position_ids=positions.cuda(), use_cache=False).logits
         (logits * weights.to(logits)).sum().backward()
         return torch.cat([x.detach().double().flatten() for x in (logits, *(p.grad for p in model.parameters()))])
 
-    exact, ours, theirs = (outcome(*each) for each in ((torch.float64, False), (torch.bfloat16, True),
-                                                       (torch.bfloat16, False)))
-    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+    exact, varlen_result, sdpa_result = (compute(*case) for case in ((torch.float64, False), (torch.bfloat16, True),
+                                                                     (torch.bfloat16, False)))
+    assert (varlen_result - exact).norm() <= 1.5 * (sdpa_result - exact).norm()

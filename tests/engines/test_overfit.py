@@ -11,8 +11,8 @@ from lmmods.cli import main
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("overfit", [2, 0.25])
-def test_each_epoch_sees_the_same_rows(recipe, tmp_path, engine, overfit):
-    """Two of nine micro-batches."""
+def test_each_epoch_trains_on_the_same_micro_batches(recipe, tmp_path, engine, overfit):
+    """Both values mean two of nine micro-batches."""
     arguments = recipe(engine=engine, model__init_args__quantize=None, trainer__overfit_batches=overfit,
                        data__init_args__val_size=0,
                        trainer__max_steps=-1, trainer__max_epochs=3, trainer__val_check_interval=1.0)
