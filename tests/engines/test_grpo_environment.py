@@ -1,4 +1,4 @@
-"""Reinforcement learning with an environment as whole runs: both engines, resumed to the bit, on two processes."""
+"""GRPO runs with an environment: both engines, resumed with the same bits, on two processes."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from lmmods.cli import main
 from lmmods.core.labels import IGNORED
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
-from tests.engines.test_grpo_runs import SECONDS, adapter, files, tokens
+from tests.engines.test_grpo_runs import SECONDS, load_adapter, read_files, read_tokens
 from tests.finished_runs import rows
 from tests.forks import together
 from tests.rollouts.chats_with_tools import END, TEMPLATE, with_tools
@@ -22,29 +22,29 @@ pytestmark = pytest.mark.slow
 
 CALL = '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>'
 STEPS = 4
-TIMES = SECONDS | {"train/seconds/tools"}
+TIME_METRICS = SECONDS | {"train/seconds/tools"}
 ENVIRONMENT = "tests.rollouts.hostile_environments.Adder"
 
 
 @pytest.fixture(scope="module")
 def model(shared, llama_of, tokenizer_folder):
-    """A random Llama that often calls a tool, in a token of its own, or ends its turn."""
+    """Return a random Llama that often calls a tool, with a single token, or ends its turn."""
 
     def fill(folder):
-        network = AutoModelForCausalLM.from_pretrained(llama_of(1))
+        base_model = AutoModelForCausalLM.from_pretrained(llama_of(1))
         tokenizer = AutoTokenizer.from_pretrained(with_tools(tokenizer_folder, folder, TEMPLATE, CALL))
-        network.resize_token_embeddings(len(tokenizer))
+        base_model.resize_token_embeddings(len(tokenizer))
         with torch.no_grad():
-            network.get_input_embeddings().weight[:, 0] = 100.0  # what every token has, the output head finds again
-            network.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids([CALL, END]), 0] += 0.7
-        network.save_pretrained(folder)
+            base_model.get_input_embeddings().weight[:, 0] = 100.0  # all tokens have it, and the head reads it
+            base_model.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids([CALL, END]), 0] += 0.7
+        base_model.save_pretrained(folder)
 
     return shared("llama-calls", fill)
 
 
 @pytest.fixture
-def written(recipe, tmp_path, model):
-    """A function that writes the recipe of a run with an environment into a folder; returns both."""
+def write_recipe(recipe, tmp_path, model):
+    """Return a function that writes a recipe with an environment and returns its run folder and the arguments."""
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"instruction": f"Count to {word}.", "input": "", "output": word}) + "\n"
                               for word in "one two three four five six seven".split()))
@@ -67,66 +67,66 @@ def written(recipe, tmp_path, model):
 
 
 @pytest.fixture
-def straight(written, shared):
-    """A function that gives the finished run of an engine, trained once for all tests."""
-    def run(engine: str) -> RunFolder:
+def get_straight_run(write_recipe, shared):
+    """Return a function that returns an engine's finished run, trained once for all tests."""
+    def get_run(engine: str) -> RunFolder:
         def train(folder: Path) -> None:
-            assert main(["fit", *written(folder / "run", engine=engine)[1]]) == 0
+            assert main(["fit", *write_recipe(folder / "run", engine=engine)[1]]) == 0
 
         return RunFolder(shared(f"environment-{engine}", train) / "run")
 
-    return run
+    return get_run
 
 
-def answers(run: RunFolder) -> list[tuple[Any, Any, Any]]:
-    """Groups, their answers and rows, of all rollouts."""
-    return [(group, answer, group.row(number)) for path in sorted(run.rollouts.glob("*.safetensors"))
-            for group in read_rollout(run.rollouts, path.stem).groups for number, answer in enumerate(group.answers)]
+def read_answers(run: RunFolder) -> list[tuple[Any, Any, Any]]:
+    """Return (group, answer, row) for each answer of all rollouts."""
+    return [(group, answer, group.row(index)) for path in sorted(run.rollouts.glob("*.safetensors"))
+            for group in read_rollout(run.rollouts, path.stem).groups for index, answer in enumerate(group.answers)]
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_run_with_an_environment(written, straight, model, engine):
-    run = straight(engine)
+def test_environment_turns_are_not_targets_and_the_run_resumes(write_recipe, get_straight_run, model, engine):
+    run = get_straight_run(engine)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = answers(run)
-    called = [answer for _, answer, _ in found if answer.tools["calls"]]
-    assert len(found) == 3 * 12 and len(called) > 4
-    for group, answer, row in found:
+    answers = read_answers(run)
+    answers_with_calls = [answer for _, answer, _ in answers if answer.tools["calls"]]
+    assert len(answers) == 3 * 12 and len(answers_with_calls) > 4
+    for group, answer, row in answers:
         assert "[add]" in tokenizer.decode(group.ids) and not answer.reasons
-        said = [turn.partition("</said>")[0] for turn in tokenizer.decode(answer.tokens).split("<said>")[1:]]
-        told = tokenizer.decode(answer.tokens[~answer.is_sampled]).split("<said>")[1:]
-        assert said == [turn.partition("</said>")[0] for turn in told]
-        # Each call is answered by the sum so far, and the reward is of what was called.
-        numbers = [int(text) for text in said if text.isdigit()]
+        replies = [turn.partition("</said>")[0] for turn in tokenizer.decode(answer.tokens).split("<said>")[1:]]
+        environment_turns = tokenizer.decode(answer.tokens[~answer.is_sampled]).split("<said>")[1:]
+        assert replies == [turn.partition("</said>")[0] for turn in environment_turns]
+        # Each tool call returns the sum so far; the reward depends on the calls.
+        numbers = [int(text) for text in replies if text.isdigit()]
         assert numbers == list(range(1, len(numbers) + 1)) or answer.tools["failures"]
         assert answer.rewards["environment"] in (0.0, 0.5, 1.0)
         assert ((row.labels[len(group.ids) :] != IGNORED) == answer.is_sampled).all() and len(answer.tokens) <= 120
         assert not answer.columns["old_logps"][~answer.is_sampled].any()
         np.testing.assert_allclose(answer.columns["old_logps"], answer.logps, atol=2e-4)
-    steps = rows(run, TIMES)
+    steps = rows(run, TIME_METRICS)
     assert all(row["train/tool_calls"] > 0 for row in steps if "train/reward" in row)
     assert any({"val/reward", "val/tool_calls", "val/turns"} <= row.keys() for row in steps)
-    other, arguments = written("stopped", engine=engine)
+    other, arguments = write_recipe("stopped", engine=engine)
     assert main(["fit", *arguments, "--stop_at", "3"]) == 0  # inside the second rollout
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-    assert files(other) == files(run)
-    assert rows(other, TIMES) == rows(run, TIMES)
-    assert all((values == adapter(run)[name]).all() for name, values in adapter(other).items())
+    assert read_files(other) == read_files(run)
+    assert rows(other, TIME_METRICS) == rows(run, TIME_METRICS)
+    assert all((values == load_adapter(run)[name]).all() for name, values in load_adapter(other).items())
 
 
-def test_both_engines_have_the_same_conversations(straight):
-    assert tokens(straight("torch")) == tokens(straight("jax"))
+def test_both_engines_generate_the_same_conversations(get_straight_run):
+    assert read_tokens(get_straight_run("torch")) == read_tokens(get_straight_run("jax"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_have_the_conversations_of_one(written, straight, strategy):
-    one = straight("torch")
-    two, arguments = written("two", trainer__devices=2, trainer__strategy=strategy, data__init_args__batch_size=4)
+def test_two_processes_generate_the_conversations_of_one(write_recipe, get_straight_run, strategy):
+    one = get_straight_run("torch")
+    two, arguments = write_recipe("two", trainer__devices=2, trainer__strategy=strategy, data__init_args__batch_size=4)
     together(["fit", *arguments])
-    assert tokens(two) == tokens(one)
+    assert read_tokens(two) == read_tokens(one)
 
 
-def test_an_environment_must_be_trusted(written, capsys):
-    _, arguments = written("run")
+def test_an_environment_needs_trust_recipe_code(write_recipe, capsys):
+    _, arguments = write_recipe("run")
     assert main(["fit", *arguments[:-2]]) == 2
     assert "model.environment" in capsys.readouterr().err

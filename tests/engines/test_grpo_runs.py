@@ -1,4 +1,4 @@
-"""Reinforcement learning as whole runs: equal under any cut, resumed to the bit inside a rollout, on two processes."""
+"""GRPO runs: equal under any batch split and on several processes, resumed inside a rollout with the same bits."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ from tests.forks import Fork, together
 from tests.rollouts.test_vllm_server import StandIn
 
 SECONDS = TIMED | {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
-CUT = SECONDS | {"train/epoch"}
+SPLIT_DEPENDENT = SECONDS | {"train/epoch"}
 STEPS = 4
 REWARDS = [{"name": "regex", "pattern": "[a-m]", "label": "letters"},
            {"name": "length", "max_tokens": 5, "weight": 0.3}]
-# What distinguishes the cases of the loss; each on policy or off.
+# Settings of the loss in each case.
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo": {"loss": "grpo", "steps_per_rollout": 2, "num_iterations": 2, "scale_rewards": "none"},
@@ -37,17 +37,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory):
-    """A folder with the prompts, and the runs that several tests compare with."""
+    """Return a folder with the prompts and the runs that several tests compare with."""
     folder = tmp_path_factory.mktemp("grpo")
     (folder / "prompts.jsonl").write_text("".join(
-        json.dumps({"instruction": f"Say {word} {number} times.", "input": "", "output": word}) + "\n"
-        for number, word in enumerate("one two three four five six seven".split())))
+        json.dumps({"instruction": f"Say {word} {index} times.", "input": "", "output": word}) + "\n"
+        for index, word in enumerate("one two three four five six seven".split())))
     return folder
 
 
 @pytest.fixture
-def written(recipe, tmp_path, common):
-    """A function that writes the recipe of a case into a run folder of its own; returns both."""
+def write_recipe(recipe, tmp_path, common):
+    """Return a function that writes a case's recipe and returns its run folder and the arguments."""
     source = common / "prompts.jsonl"
 
     def write(name: str, folder: str, **changes: Any) -> tuple[RunFolder, list[str]]:
@@ -65,63 +65,63 @@ def written(recipe, tmp_path, common):
 
 
 @pytest.fixture
-def whole(written, common):
-    """A function that returns the uninterrupted run of a case by one process; made by the first test that asks."""
-    def trained(name: str, engine: str = "torch", **changes: Any) -> RunFolder:
+def get_straight_run(write_recipe, common):
+    """Return a function that returns a case's uninterrupted run on one process, trained on first use."""
+    def get_run(name: str, engine: str = "torch", **changes: Any) -> RunFolder:
         key = hashlib.sha256(repr((name, engine, sorted(changes.items()))).encode()).hexdigest()[:16]
-        run, arguments = written(name, str(common / key), engine=engine, **changes)
+        run, arguments = write_recipe(name, str(common / key), engine=engine, **changes)
         if not run.completed.exists():
             assert main(["fit", *arguments]) == 0
         return run
 
-    return trained
+    return get_run
 
 
-def adapter(run: RunFolder) -> dict[str, np.ndarray]:
+def load_adapter(run: RunFolder) -> dict[str, np.ndarray]:
     return load_file(run.model / "adapter_model.safetensors")
 
 
 def assert_close(run: RunFolder, other: RunFolder, weights: bool = True) -> None:
-    found, wanted = rows(run, CUT), rows(other, CUT)
-    assert len(found) == len(wanted) == STEPS + 1
-    for row, expected in zip(found, wanted, strict=True):
+    steps, expected_steps = rows(run, SPLIT_DEPENDENT), rows(other, SPLIT_DEPENDENT)
+    assert len(steps) == len(expected_steps) == STEPS + 1
+    for row, expected in zip(steps, expected_steps, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5), row["step"]
-    for name, values in adapter(run).items() if weights else ():
-        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(adapter(other)[name]), rtol=1e-3,
+    for name, values in load_adapter(run).items() if weights else ():
+        torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(load_adapter(other)[name]), rtol=1e-3,
                                    atol=3e-5)
 
 
-def tokens(run: RunFolder) -> dict[str, Any]:
+def read_tokens(run: RunFolder) -> dict[str, Any]:
     return {path.stem: [answer.tokens.tolist() for group in read_rollout(run.rollouts, path.stem).groups
                         for answer in group.answers] for path in sorted(run.rollouts.glob("*.safetensors"))}
 
 
-def files(run: RunFolder) -> dict[str, bytes]:
+def read_files(run: RunFolder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(run.rollouts.iterdir())}
 
 
 @pytest.mark.parametrize(("name", "engine"), [*((name, "torch") for name in CASES), ("cispo", "jax")])
-def test_any_cut_gives_the_same_steps(written, whole, name, engine):
-    uncut = whole(name, engine)
+def test_any_batch_split_gives_the_same_steps(write_recipe, get_straight_run, name, engine):
+    uncut = get_straight_run(name, engine)
     for size in (4, 1):
-        run, arguments = written(name, f"cut{size}", engine=engine, data__init_args__batch_size=size,
-                                 trainer__accumulate_grad_batches=8 // size)
+        run, arguments = write_recipe(name, f"split{size}", engine=engine, data__init_args__batch_size=size,
+                                      trainer__accumulate_grad_batches=8 // size)
         assert main(["fit", *arguments]) == 0
-        assert tokens(run) == tokens(uncut)
+        assert read_tokens(run) == read_tokens(uncut)
         assert_close(run, uncut)
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_a_run_resumes_to_the_bit_inside_a_rollout(written, whole, name, engine):
-    straight = whole(name, engine)
+def test_a_run_resumes_inside_a_rollout_with_the_same_bits(write_recipe, get_straight_run, name, engine):
+    straight = get_straight_run(name, engine)
     for step in range(1, STEPS):
-        run, arguments = written(name, f"stopped{step}", engine=engine)
+        run, arguments = write_recipe(name, f"stopped{step}", engine=engine)
         assert main(["fit", *arguments, "--stop_at", str(step)]) == 0
         assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0
-        assert files(run) == files(straight)
+        assert read_files(run) == read_files(straight)
         assert rows(run, SECONDS) == rows(straight, SECONDS)
-        assert all((values == adapter(straight)[name]).all() for name, values in adapter(run).items())
+        assert all((values == load_adapter(straight)[name]).all() for name, values in load_adapter(run).items())
 
 
 CONTEXT = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"context_parallel_size": 2}}
@@ -130,25 +130,25 @@ TENSOR = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"tensor_paralle
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("grpo", CONTEXT), ("sequence", TENSOR)], ids=["context", "tensor"])
-def test_two_processes_that_share_rows_take_the_steps_of_one(written, whole, name, strategy):
+def test_two_context_or_tensor_parallel_processes_take_the_steps_of_one(write_recipe, get_straight_run, name, strategy):
     full = {"model__init_args__quantize": None, "model__init_args__lora": None, "model__init_args__reference": None,
-            # Adam would move what has no gradient by rounding errors alone.
+            # Adam would move parameters without a gradient by rounding errors.
             "model__init_args__optimizer": {"name": "sgd", "lr": 0.1}}
-    one = whole(name, **full)
-    two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy, **full)
+    one = get_straight_run(name, **full)
+    two, arguments = write_recipe(name, "two", trainer__devices=2, trainer__strategy=strategy, **full)
     together(["fit", *arguments])
-    assert tokens(two) == tokens(one)
+    assert read_tokens(two) == read_tokens(one)
     assert_close(two, one, weights=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("sequence", "ddp"), ("cispo", "fsdp")])
-def test_two_processes_take_the_steps_of_one(written, whole, name, strategy):
-    one = whole(name)
-    two, arguments = written(name, "two", trainer__devices=2, trainer__strategy=strategy,
-                             data__init_args__batch_size=4)
+def test_two_processes_take_the_steps_of_one(write_recipe, get_straight_run, name, strategy):
+    one = get_straight_run(name)
+    two, arguments = write_recipe(name, "two", trainer__devices=2, trainer__strategy=strategy,
+                                  data__init_args__batch_size=4)
     together(["fit", *arguments])
-    assert tokens(two) == tokens(one)
+    assert read_tokens(two) == read_tokens(one)
     assert_close(two, one)
 
 
@@ -158,53 +158,54 @@ MESH = {"class_path": "jax_engine.distributed.devices.MeshSharding", "init_args"
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "devices", "strategy"), [(1, 2, "ddp"), (1, 4, MESH), (2, 1, "fsdp")],
                          ids=["devices", "mesh", "processes"])
-def test_devices_and_processes_of_jax_take_the_steps_of_one(written, whole, processes, devices, strategy):
-    one = whole("cispo", "jax")
-    two, arguments = written("cispo", "two", engine="jax", trainer__devices=devices, trainer__strategy=strategy,
-                             data__init_args__batch_size=4)
+def test_several_jax_devices_and_processes_take_the_steps_of_one(write_recipe, get_straight_run, processes, devices,
+                                                                 strategy):
+    one = get_straight_run("cispo", "jax")
+    two, arguments = write_recipe("cispo", "two", engine="jax", trainer__devices=devices, trainer__strategy=strategy,
+                                  data__init_args__batch_size=4)
     together(["fit", *arguments], processes, devices=devices)
-    assert tokens(two) == tokens(one)
+    assert read_tokens(two) == read_tokens(one)
     assert_close(two, one)
 
 
 @pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES
                                             if name != "grpo")])
-def test_both_engines_draw_the_same_answers_and_take_the_same_steps(whole, name):
-    runs = whole(name), whole(name, "jax")
-    assert tokens(runs[0]) == tokens(runs[1])
+def test_both_engines_sample_the_same_answers_and_take_the_same_steps(get_straight_run, name):
+    runs = get_straight_run(name), get_straight_run(name, "jax")
+    assert read_tokens(runs[0]) == read_tokens(runs[1])
     assert_close(*runs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [("torch", "jax"), ("jax", "torch")])
-def test_the_other_engine_goes_on_inside_a_rollout(written, whole, first, then):
-    straight = whole("grpo", first)
-    run, arguments = written("grpo", "changed", engine=first)
+@pytest.mark.parametrize(("first", "second"), [("torch", "jax"), ("jax", "torch")])
+def test_the_other_engine_resumes_inside_a_rollout(write_recipe, get_straight_run, first, second):
+    straight = get_straight_run("grpo", first)
+    run, arguments = write_recipe("grpo", "changed", engine=first)
     assert main(["fit", *arguments, "--stop_at", "1"]) == 0
-    before = files(run)
-    assert main(["fit", *written("grpo", "changed", engine=then)[1], "--ckpt_path", "last"]) == 0
-    assert before.items() <= files(run).items()
-    assert tokens(run) == tokens(straight)
+    files_before = read_files(run)
+    assert main(["fit", *write_recipe("grpo", "changed", engine=second)[1], "--ckpt_path", "last"]) == 0
+    assert files_before.items() <= read_files(run).items()
+    assert read_tokens(run) == read_tokens(straight)
     assert_close(run, straight)
 
 
-class Drawing(StandIn):
-    """Draws tokens by the seed alone, and says of each that it had a probability of a tenth."""
+class SamplingServer(StandIn):
+    """Server whose tokens depend only on the seed; it reports a probability of 0.1 for each."""
 
     def reply(self, path: str, body: dict) -> tuple[int, object]:
         status, reply = super().reply(path, body)
         if path == "/v1/completions" and body.get("return_token_ids"):
             random = np.random.default_rng(body["seed"])
-            drawn = random.integers(5, 150, random.integers(1, body["max_tokens"])).tolist()
-            drawn.append(body["stop_token_ids"][0])
-            reply["choices"][0] |= {"token_ids": drawn, "finish_reason": "stop",
-                                    "logprobs": {"token_logprobs": [np.log(0.1)] * len(drawn)}}
+            sampled = random.integers(5, 150, random.integers(1, body["max_tokens"])).tolist()
+            sampled.append(body["stop_token_ids"][0])
+            reply["choices"][0] |= {"token_ids": sampled, "finish_reason": "stop",
+                                    "logprobs": {"token_logprobs": [np.log(0.1)] * len(sampled)}}
         return status, reply
 
 
 @pytest.fixture
-def drawing():
-    server = Drawing()
+def sampling_server():
+    server = SamplingServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -214,65 +215,65 @@ def drawing():
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_a_server_draws_with_the_weights_of_each_rollout(written, drawing, engine):
+def test_a_rollout_server_samples_with_the_weights_of_each_rollout(write_recipe, sampling_server, engine):
     served = {"model__init_args__rollouts": {"class_path": "VLLMServer",
-                                             "init_args": {"url": drawing.url, "model": "demo"}},
+                                             "init_args": {"url": sampling_server.url, "model": "demo"}},
               "model__init_args__importance_sampling_cap": 2.0, "model__init_args__num_generations_eval": 0}
-    straight, arguments = written("dapo", "straight", engine=engine, **served)
+    straight, arguments = write_recipe("dapo", "straight", engine=engine, **served)
     assert main(["fit", *arguments]) == 0
-    assert not drawing.adapters and not (straight.root / ".rollouts").exists()
-    loaded = [body["lora_path"] for path, body in drawing.seen if path == "/v1/load_lora_adapter"]
-    # The rollouts of four steps, and the validation after the last; two folders in turn.
+    assert not sampling_server.adapters and not (straight.root / ".rollouts").exists()
+    loaded = [body["lora_path"] for path, body in sampling_server.seen if path == "/v1/load_lora_adapter"]
+    # Four rollouts and the final validation, from two folders in turn.
     assert [Path(path).name for path in loaded] == ["0", "1", "0", "1", "0"]
     assert {Path(path).parent.name for path in loaded} == {".rollouts"}
-    found = rows(straight, SECONDS)
-    assert all(row["train/sampler_gap"] > 1 for row in found[:-1])
-    # A step whose answers all have the same reward has no ratio.
-    assert all(row["train/ratio"] == pytest.approx(1, abs=1e-5) for row in found if "train/ratio" in row)
+    steps = rows(straight, SECONDS)
+    assert all(row["train/sampler_gap"] > 1 for row in steps[:-1])
+    # If all answers have the same reward, the step has no ratio.
+    assert all(row["train/ratio"] == pytest.approx(1, abs=1e-5) for row in steps if "train/ratio" in row)
     weights = np.concatenate([answer.columns["sampler_weights"] for path in straight.rollouts.glob("*.safetensors")
                               for group in read_rollout(straight.rollouts, path.stem).groups
                               for answer in group.answers])
     assert (weights < 0.5).any() and weights.max() <= 2
-    plain, arguments = written("dapo", "plain", engine=engine,
-                               **{**served, "model__init_args__importance_sampling_cap": None})
+    plain, arguments = write_recipe("dapo", "plain", engine=engine,
+                                    **{**served, "model__init_args__importance_sampling_cap": None})
     assert main(["fit", *arguments]) == 0
-    losses, weighted = ([row["train/loss"] for row in each[1:]] for each in (rows(plain, SECONDS), found))
+    losses, weighted = ([row["train/loss"] for row in metrics[1:]] for metrics in (rows(plain, SECONDS), steps))
     assert losses != pytest.approx(weighted, rel=1e-2)
 
 
-def test_a_server_that_is_not_there_ends_the_run_with_a_message(written, capfd):
-    _, arguments = written("dapo", "alone", model__init_args__rollouts={
+def test_a_rollout_server_that_does_not_answer_is_an_error(write_recipe, capfd):
+    _, arguments = write_recipe("dapo", "alone", model__init_args__rollouts={
         "class_path": "VLLMServer", "init_args": {"url": "http://127.0.0.1:9", "model": "demo", "retries": 0}})
     assert main(["fit", *arguments]) == 2
     assert "http://127.0.0.1:9 does not answer" in capfd.readouterr().err
 
 
-# Moments of a run with rollouts of two steps, each taken twice: as in `killed_run`.
+# When to kill a run whose rollouts serve two steps, twice each; arguments of `killed_run`.
 MOMENTS = {
-    "the first answers are drawn": ("before", "replace", r"rollouts/step=0\.jsonl$"),
-    "a rollout can be read, but not trained on": ("after", "replace", r"rollouts/step=4\.jsonl$"),
-    "a rollout stands, no step was taken on it": ("after", "replace", r"rollouts/step=4\.safetensors$"),
-    "one step was taken on it": ("after", "train_batch", "11"),
-    "its first iteration is over": ("after", "replace", r"checkpoints/step=6$"),
-    "its second iteration is half over": ("before", "replace", r"checkpoints/step=7$"),
+    "while the first answers are sampled": ("before", "replace", r"rollouts/step=0\.jsonl$"),
+    "a rollout is readable but incomplete": ("after", "replace", r"rollouts/step=4\.jsonl$"),
+    "a rollout is complete, before its first step": ("after", "replace", r"rollouts/step=4\.safetensors$"),
+    "after its first step": ("after", "train_batch", "11"),
+    "after its first iteration": ("after", "replace", r"checkpoints/step=6$"),
+    "halfway through its second iteration": ("before", "replace", r"checkpoints/step=7$"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_killed_in_a_rollout_and_gone_on(written, whole, engine, moment):
+def test_a_run_killed_in_a_rollout_resumes_with_the_same_bits(write_recipe, get_straight_run, engine, moment):
     longer = {"engine": engine, "trainer__max_steps": 8, "trainer__accumulate_grad_batches": 2,
               "data__init_args__batch_size": 4, "trainer__val_check_interval": 8,
               "model__init_args__keep_rollouts": 1, "checkpoint": {"every_n_steps": 3, "keep_last": 2}}
-    if moment == "its second iteration is half over":
+    if moment == "halfway through its second iteration":
         longer["checkpoint"]["every_n_steps"] = 1
-    straight = whole("grpo", **longer)
-    run, arguments = written("grpo", "killed", **longer)
+    straight = get_straight_run("grpo", **longer)
+    run, arguments = write_recipe("grpo", "killed", **longer)
     process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
-    said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
+    output = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
     assert main(["fit", *arguments, *(["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"])]) == 0
-    assert files(run) == files(straight)
+    assert read_files(run) == read_files(straight)
     assert rows(run, SECONDS) == rows(straight, SECONDS)
-    assert all((values == adapter(straight)[name]).all() for name, values in adapter(run).items())
+    assert all((values == load_adapter(straight)[name]).all() for name, values in load_adapter(run).items())

@@ -1,4 +1,4 @@
-"""Causal models whose tokenizer names no padding token get no new row for it, so that their probabilities stay."""
+"""A tokenizer without a padding token gets no new embedding row, so that probabilities do not change."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """A random GPT-2 without dropout; its tokenizer has one special token that begins, ends and stands for unknowns."""
+    """Return a random GPT-2 without dropout; its only special token is BOS, EOS and UNK."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def gpt2_folder(tmp_path_factory):
 
 @pytest.fixture
 def data_of(gpt2_folder, tmp_path):
-    """Fields of CLMData: lines of unequal length, each a row of its own."""
+    """Return fields of CLMData with lines of unequal length, one row each."""
     (tmp_path / "text.txt").write_text("".join(f"{'the quick brown fox ' * (n % 4)}{n}\n" for n in range(24)))
     return {"source": str(tmp_path / "text.txt"), "documents": "line", "join": False, "max_length": 64, "batch_size": 6}
 
@@ -58,13 +58,13 @@ def clm(recipe, gpt2_folder, data_of):
     return write
 
 
-def losses(run: RunFolder) -> list[float]:
+def read_losses(run: RunFolder) -> list[float]:
     with open(run.metrics_csv, newline="") as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file)]
 
 
 @SLOW_ON_JAX
-def test_the_first_loss_is_that_of_transformers(clm, gpt2_folder, data_of, tmp_path, engine):
+def test_the_first_loss_equals_that_of_transformers(clm, gpt2_folder, data_of, tmp_path, engine):
     assert main(["fit", *clm(engine)]) == 0
     data = CLMData(**data_of, tokenizer=str(gpt2_folder), seed=7)
     data.setup("fit")
@@ -76,32 +76,32 @@ def test_the_first_loss_is_that_of_transformers(clm, gpt2_folder, data_of, tmp_p
     run = RunFolder(tmp_path / "run")
     assert main(["validate", "--config", str(run.config), "--ckpt_path", "last", "--data.val_source",
                  data_of["source"], "--trainer.limit_val_batches", "1.0"]) == 0
-    assert losses(run)[0] == pytest.approx(expected, abs=2e-6)
+    assert read_losses(run)[0] == pytest.approx(expected, abs=2e-6)
     exported = AutoModelForCausalLM.from_pretrained(run.model)
     assert exported.get_input_embeddings().weight.shape == model.get_input_embeddings().weight.shape
-    # No row of the embedding is padding, which torch would not train; the tokenizer pads all the same.
+    # The config has no padding token, whose embedding torch would not train; the tokenizer still pads.
     assert exported.generation_config.pad_token_id == 0
     assert exported.config.pad_token_id is None and AutoTokenizer.from_pretrained(run.model).pad_token == END
 
 
 @ENGINES
-def test_prompts_of_a_batch_are_answered_as_if_alone(clm, tmp_path, engine):
+def test_answers_do_not_depend_on_the_batch(clm, tmp_path, engine):
     (tmp_path / "ask.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in
                                                 ("the", "the quick brown fox jumps over", "1 and 2")))
-    found = []
+    predictions = []
     for size in (1, 3):
         changes = {"data__init_args__predict_source": str(tmp_path / "ask.jsonl"),
                    "data__init_args__eval_batch_size": size, "data__init_args__documents": "line"}
         assert main(["predict", *clm(engine, **changes)]) == 0
-        found.append([json.loads(line)["prediction"] for line in RunFolder(tmp_path / "run").predictions.open()])
-    assert found[0] == found[1] and any(found[0])
+        predictions.append([json.loads(line)["prediction"] for line in RunFolder(tmp_path / "run").predictions.open()])
+    assert predictions[0] == predictions[1] and any(predictions[0])
 
 
 @pytest.mark.slow
 @SLOW_ON_JAX
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
-def test_a_run_that_began_with_a_row_for_padding_keeps_it(clm, tmp_path, monkeypatch, stop_at, engine, lora):
-    """Checkpoints of before padding was noted, by either engine: they resume, twice, and end with the same bits."""
+def test_an_old_run_with_an_added_padding_row_keeps_it(clm, tmp_path, monkeypatch, stop_at, engine, lora):
+    """Resume older checkpoints, which do not record padding, twice; they end with the same bits."""
     old, resumed = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "resumed")
 
     def arguments(run, steps):
@@ -116,7 +116,7 @@ def test_a_run_that_began_with_a_row_for_padding_keeps_it(clm, tmp_path, monkeyp
     for steps in (3, 4):
         assert main(["fit", *arguments(resumed, steps), "--ckpt_path", "last"]) == 0
     assert_same_checkpoint(resumed, old)
-    assert losses(resumed) == losses(old)
+    assert read_losses(resumed) == read_losses(old)
     if not lora:
         rows = {len(load_file(run.resolve("last") / "model.safetensors")["model.transformer.wte.weight"])
                 for run in (old, resumed)}

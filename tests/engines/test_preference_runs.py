@@ -1,4 +1,4 @@
-"""Whole runs of preference optimisation on both engines: adapters on adapters, stops anywhere, engines in turn."""
+"""Preference runs on both engines: adapters as references, stops anywhere, engines in turn."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from lmmods.cli import main
 from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.data.preference import PreferenceData
 from lmmods.torch_engine.tasks.preference import OPERATIONS
-from tests.engines.test_reference_cache import CACHE, arguments, fit, losses  # noqa: F401 - fixtures
+from tests.engines.test_reference_cache import CACHE, arguments, fit, select_losses  # noqa: F401 - fixtures
 from tests.finished_runs import assert_same_run, rows
 from tests.interruptions import stop_jax_at
 
@@ -23,17 +23,17 @@ QLORA = {"model__init_args__quantize": "nf4", "model__init_args__lora": {"rank":
 
 @pytest.fixture
 def stop_anywhere(stop_at, monkeypatch):
-    """`stop_at` of both engines."""
+    """Return `stop_at` for both engines."""
     stop_jax = stop_jax_at(monkeypatch)
     return lambda batches: (stop_jax(batches), stop_at(batches))
 
 
-# Adapters on adapters ------------------------------------------------------------------------------------------------
+# Adapters as references ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sft_adapter(llama_folder, tmp_path):
-    """An adapter far from the base, as an earlier run leaves it."""
+    """Save an adapter that differs clearly from the base, as from an earlier run."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -48,8 +48,8 @@ def sft_adapter(llama_folder, tmp_path):
     return str(tmp_path / "sft")
 
 
-def bare_logps(folder, adapter, batch):
-    """[B, 2], by transformers and PEFT alone."""
+def compute_bare_logps(folder, adapter, batch):
+    """Compute log-probabilities [B, 2] with transformers and PEFT alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -57,17 +57,17 @@ def bare_logps(folder, adapter, batch):
     model = (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
     ids, mask, labels = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels"))
     with torch.no_grad():
-        found = F.log_softmax(model(input_ids=ids, attention_mask=mask).logits[:, :-1], -1)
-    found = found.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0] * (labels[:, 1:] >= 0)
-    return found.sum(1).view(batch["labels"].shape[:2])
+        logps = F.log_softmax(model(input_ids=ids, attention_mask=mask).logits[:, :-1], -1)
+    logps = logps.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0] * (labels[:, 1:] >= 0)
+    return logps.sum(1).view(batch["labels"].shape[:2])
 
 
 @pytest.mark.parametrize(("engine", "reference"), [
     ("torch", None), *(pytest.param(*case, marks=pytest.mark.slow) for case in
                        [("torch", "base"), ("jax", None), ("jax", "cache")])])
-def test_an_adapter_that_goes_on_is_compared_with_itself(  # noqa: PLR0913
+def test_the_reference_of_a_given_adapter_is_that_adapter_by_default(  # noqa: PLR0913
         fit, pairs, llama_folder, sft_adapter, engine, reference):  # noqa: F811
-    """Or with the base, where a recipe says so. The last validation, computed again by PEFT."""
+    """With `reference: base`, it is the base. PEFT computes the last validation again."""
     run = fit("run", engine=engine, model__init_args__adapter=sft_adapter, model__init_args__reference=reference,
               model__init_args__optimizer={"lr": 0.01}, data__init_args__val_source=pairs, data__init_args__val_size=0)
     data = PreferenceData(source=pairs, max_length=256, batch_size=8, shuffle=False, template="alpaca")
@@ -75,20 +75,20 @@ def test_an_adapter_that_goes_on_is_compared_with_itself(  # noqa: PLR0913
     data.prepare_data()
     data.setup("fit")
     batch = next(iter(data.train_batches()))
-    policy = bare_logps(llama_folder, run.model, batch)
-    compared = bare_logps(llama_folder, None if reference == "base" else sft_adapter, batch)
-    found, metrics = PreferenceLoss().of_pairs(OPERATIONS, policy, (batch["labels"] >= 0).sum(-1), compared)
-    last = json.loads(run.metrics_json.read_text())
-    assert last["val/loss"] == pytest.approx(found.mean().item(), rel=1e-5, abs=1e-6)
+    policy = compute_bare_logps(llama_folder, run.model, batch)
+    reference_logps = compute_bare_logps(llama_folder, None if reference == "base" else sft_adapter, batch)
+    values, metrics = PreferenceLoss().of_pairs(OPERATIONS, policy, (batch["labels"] >= 0).sum(-1), reference_logps)
+    final_metrics = json.loads(run.metrics_json.read_text())
+    assert final_metrics["val/loss"] == pytest.approx(values.mean().item(), rel=1e-5, abs=1e-6)
     for name, (value, _) in metrics.items():
-        assert last[f"val/{name}"] == pytest.approx(value.mean().item(), rel=1e-4, abs=1e-5)
-    assert abs(last["val/rewards/margin"]) > 0.05
+        assert final_metrics[f"val/{name}"] == pytest.approx(value.mean().item(), rel=1e-4, abs=1e-5)
+    assert abs(final_metrics["val/rewards/margin"]) > 0.05
 
 
 # Quantised bases -----------------------------------------------------------------------------------------------------
 
 
-# Each way to store a base and each reference on both engines, but not each with each.
+# Each quantisation and each reference on both engines, but not all combinations.
 BASES = [("torch", None, "base", False), ("torch", None, "cache", False), ("torch", "nf4", "copy", False),
          ("torch", "nf4", "base", True), ("torch", "fp4", "cache", False), ("torch", "int8", "base", False),
          ("torch", "int8", "copy", False), ("jax", None, "base", False), ("jax", "nf4", "base", True),
@@ -98,9 +98,9 @@ BASES = [("torch", None, "base", False), ("torch", None, "cache", False), ("torc
 @pytest.mark.parametrize(("engine", "quantize", "reference", "dora"), [
     pytest.param(*case, marks=[] if case == ("torch", "int8", "base", False) else pytest.mark.slow,
                  id="-".join([case[0], case[1] or "plain", case[2], *["dora"] * case[3]])) for case in BASES])
-def test_policy_and_reference_are_one_network_under_every_cut(  # noqa: PLR0913
+def test_policy_and_reference_start_equal_under_any_batch_split(  # noqa: PLR0913
         fit, pairs, engine, quantize, reference, dora):  # noqa: F811
-    """So the first loss is ln 2 and every pair a tie, whatever the base is stored in; then both engines go one way."""
+    """The first loss is ln 2 and every pair a tie, for any quantisation; then both engines take the same steps."""
     def run(engine, rows_at_once, **changes):
         return rows(fit(f"{engine}-{rows_at_once}-{len(changes)}", **{
             "engine": engine, "model__init_args__quantize": quantize, "model__init_args__reference": reference,
@@ -110,17 +110,17 @@ def test_policy_and_reference_are_one_network_under_every_cut(  # noqa: PLR0913
             "trainer__accumulate_grad_batches": 8 // rows_at_once, "trainer__gradient_clip_val": 1.0,
             "trainer__max_steps": 3, "trainer__val_check_interval": 24 // rows_at_once, **changes}))
 
-    wanted = run("torch", 8)
-    others = [run(engine, size) for size in ((2, 1) if engine == "torch" else (8, 2))]
+    expected_rows = run("torch", 8)
+    other_runs = [run(engine, size) for size in ((2, 1) if engine == "torch" else (8, 2))]
     if engine == "torch":
-        others.append(run("torch", 8, model__init_args__fast_kernels=False))
-    for found in (wanted, *others):
-        assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
-        assert found[0]["train/rewards/accuracy"] == 0.5
-        for row, expected in zip(found, wanted, strict=True):
-            assert losses(row) == pytest.approx(losses(expected), abs=1e-5)
+        other_runs.append(run("torch", 8, model__init_args__fast_kernels=False))
+    for metrics in (expected_rows, *other_runs):
+        assert metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert metrics[0]["train/rewards/accuracy"] == 0.5
+        for row, expected in zip(metrics, expected_rows, strict=True):
+            assert select_losses(row) == pytest.approx(select_losses(expected), abs=1e-5)
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert wanted[-1]["val/loss"] < math.log(2) - 0.1
+    assert expected_rows[-1]["val/loss"] < math.log(2) - 0.1
 
 
 # Stops and engines ---------------------------------------------------------------------------------------------------
@@ -129,25 +129,25 @@ def test_policy_and_reference_are_one_network_under_every_cut(  # noqa: PLR0913
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "changes"), [("torch", CACHE), ("torch", QLORA), ("jax", QLORA)],
                          ids=["torch, cached", "torch, qlora", "jax, qlora"])
-def test_a_run_that_is_stopped_anywhere_is_the_straight_one(  # noqa: PLR0913
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(  # noqa: PLR0913
         fit, arguments, tmp_path, stop_anywhere, engine, changes):  # noqa: F811
-    """KTO has a baseline, too, which is that of a whole step; the cache is gone at each start."""
+    """With KTO, whose baseline is computed over a step; the cache is deleted before each resume."""
     changes = {"engine": engine, "model__init_args__loss": "kto", "trainer__accumulate_grad_batches": 3,
                "trainer__limit_val_batches": 0, **changes}
     whole = fit("whole", **changes)
-    done, again = 0, []
-    for place in (1, 3, 5, 8):
-        stop_anywhere(place - done)
-        assert main(["fit", *arguments("broken", **changes), *again]) == 130, place
-        done, again = place, ["--ckpt_path", "last"]
+    num_done, options = 0, []
+    for batch in (1, 3, 5, 8):
+        stop_anywhere(batch - num_done)
+        assert main(["fit", *arguments("broken", **changes), *options]) == 130, batch
+        num_done, options = batch, ["--ckpt_path", "last"]
         shutil.rmtree(tmp_path / "cache")
     stop_anywhere(0)
-    assert_same_run(fit("broken", *again, **changes), whole)
+    assert_same_run(fit("broken", *options, **changes), whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "changes"), [("sigmoid", QLORA), ("kto", CACHE)], ids=["sigmoid", "kto"])
-def test_engines_take_turns_within_steps(fit, arguments, stop_anywhere, loss, changes):  # noqa: F811
+def test_a_run_switches_engines_inside_steps(fit, arguments, stop_anywhere, loss, changes):  # noqa: F811
     changes = {"model__init_args__loss": loss, "trainer__accumulate_grad_batches": 3, "trainer__max_steps": 6,
                "trainer__limit_val_batches": 0, **changes}
     straight = fit("straight", engine="torch", **changes)
@@ -158,4 +158,4 @@ def test_engines_take_turns_within_steps(fit, arguments, stop_anywhere, loss, ch
     stop_anywhere(0)
     turns = fit("turns", "--ckpt_path", "last", engine="torch", **changes)
     for one, other in zip(rows(straight), rows(turns), strict=True):
-        assert losses(one) == pytest.approx(losses(other), rel=1e-4, abs=1e-5)
+        assert select_losses(one) == pytest.approx(select_losses(other), rel=1e-4, abs=1e-5)

@@ -1,4 +1,4 @@
-"""`model.reference: cache`: log-probabilities of the reference, computed once for both engines."""
+"""`model.reference: cache`: reference log-probabilities, computed once for both engines."""
 
 import json
 import shutil
@@ -21,16 +21,16 @@ FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
 
 @pytest.fixture
 def arguments(recipe, pairs, tmp_path, monkeypatch):
-    def of(name, **changes):
-        made = recipe(f"{name}.yaml", **{
+    def write(name, **changes):
+        written = recipe(f"{name}.yaml", **{
             "model__class_path": "Preference", "data__class_path": "PreferenceData", "data__init_args__source": pairs,
             "data__init_args__val_size": 2, "data__init_args__batch_size": 3, "trainer__max_steps": 4,
             "trainer__val_check_interval": 2, "trainer__default_root_dir": str(tmp_path / name),
             "model__init_args__optimizer": {"lr": 0.001}, **FULL, **changes})
         monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
-        return made
+        return written
 
-    return of
+    return write
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def fit(arguments, tmp_path):
 
 
 @pytest.fixture
-def no_computing(monkeypatch):
-    """From its call on nobody computes log-probabilities of a reference."""
+def forbid_computing(monkeypatch):
+    """Return a function after whose call computing reference log-probabilities fails."""
     def forbid():
         for module in ("lmmods.torch_engine.nn.reference", "jax_engine.tasks.preference"):
             monkeypatch.setattr(f"{module}._compute", None)
@@ -52,7 +52,7 @@ def no_computing(monkeypatch):
     return forbid
 
 
-def losses(row):
+def select_losses(row):
     return {key: value for key, value in row.items() if key.endswith("loss")}
 
 
@@ -62,7 +62,8 @@ CACHE = {"model__init_args__reference": "cache"}
 @pytest.mark.parametrize(("engine", "reader", "loss"), [
     ("torch", "torch", "sigmoid"), pytest.param("torch", "jax", "kto", marks=pytest.mark.slow),
     pytest.param("jax", "torch", "sigmoid", marks=pytest.mark.slow)])
-def test_a_cached_reference_is_the_live_one_and_serves_both_engines(fit, no_computing, capsys, engine, reader, loss):
+def test_a_cached_reference_equals_the_live_one_and_serves_both_engines(fit, forbid_computing, capsys, engine, reader,
+                                                                        loss):
     changes = {"model__init_args__loss": loss, "trainer__accumulate_grad_batches": 2}
     live = rows(fit("live", engine=engine, **changes))
     cached = rows(fit("cached", engine=engine, **changes, **CACHE))
@@ -70,22 +71,22 @@ def test_a_cached_reference_is_the_live_one_and_serves_both_engines(fit, no_comp
     assert len(live) == 4 and "val/loss" in live[-1]
     for one, other in zip(live, cached, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
-        assert losses(one) == pytest.approx(losses(other), rel=1e-6, abs=1e-6)
-    no_computing()
+        assert select_losses(one) == pytest.approx(select_losses(other), rel=1e-6, abs=1e-6)
+    forbid_computing()
     for one, other in zip(cached, rows(fit("other", engine=reader, **changes, **CACHE)), strict=True):
-        assert losses(one) == pytest.approx(losses(other), rel=1e-4, abs=1e-5)
+        assert select_losses(one) == pytest.approx(select_losses(other), rel=1e-4, abs=1e-5)
 
 
-def test_a_stream_has_no_cached_reference(arguments, capsys):
+def test_a_cached_reference_is_not_supported_with_streaming(arguments, capsys):
     assert main(["fit", *arguments("stream", data__init_args__streaming=True, data__init_args__val_size=0,
                                    **CACHE)]) == 2
     assert "model.reference cache reads all rows before training" in capsys.readouterr().err
 
 
-# What tells one from another -----------------------------------------------------------------------------------------
+# What the cache depends on ------------------------------------------------------------------------------------------
 
 
-def test_other_rows_templates_and_lengths_have_references_of_their_own(pairs, llama_folder, tmp_path, monkeypatch):
+def test_other_rows_templates_and_lengths_get_their_own_cache(pairs, llama_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
 
     def folder(network="one", answers="pair", seed=7, **settings):
@@ -102,14 +103,14 @@ def test_other_rows_templates_and_lengths_have_references_of_their_own(pairs, ll
     assert len({*different}) == len(different)
 
 
-def test_other_weights_have_references_of_their_own(llama_folder, tmp_path):
+def test_other_initial_weights_get_their_own_cache(llama_folder, tmp_path):
     def facts(folder, precision="32-true", seed=7, **fields):
         return json.dumps(describe_initial_weights(PreferenceFields(pretrained=str(folder), **fields), precision, seed))
 
     moved = shutil.copytree(llama_folder, tmp_path / "moved")
     assert facts(moved) == facts(llama_folder, loss="ipo", beta=0.3, reference="cache")
     lora = {"lora": LoRA(rank=4)}
-    assert facts(moved, **lora) == facts(moved, lora=LoRA(rank=8))  # which change nothing before the first step
+    assert facts(moved, **lora) == facts(moved, lora=LoRA(rank=8))  # LoRA does not change the initial outputs
     pissa = [facts(moved, lora=LoRA(rank=rank, init="pissa")) for rank in (4, 8)]
     different = [*pissa, facts(moved), facts(moved, "bf16-mixed"), facts(moved, seed=8), facts(moved, **lora),
                  facts(moved, quantize="nf4", **lora), facts(moved, config_overrides={"rms_norm_eps": 1e-3})]
@@ -125,8 +126,8 @@ def test_other_weights_have_references_of_their_own(llama_folder, tmp_path):
     lambda folder: (folder / "logps.npy").write_bytes((folder / "logps.npy").read_bytes()[:-4]),
     lambda folder: (folder / "manifest.json").unlink(),
     lambda folder: (folder / "logps.npy").unlink(),
-], ids=["short", "no manifest", "no numbers"])
-def test_half_a_cache_is_none(tmp_path, capsys, damage):
+], ids=["truncated", "no manifest", "no log-probabilities"])
+def test_a_damaged_cache_is_reported_and_deleted(tmp_path, capsys, damage):
     store = ReferenceStore(tmp_path / "new" / "reference-1", (3, 2))
     assert store.read() is None
     logps = np.arange(6, dtype=np.float32).reshape(3, 2)
