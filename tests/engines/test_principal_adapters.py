@@ -1,4 +1,4 @@
-"""Adapters that start as the principal part of the base, on both engines against PEFT and against each other."""
+"""PiSSA adapters: both engines compared with PEFT and with each other."""
 
 import copy
 import csv
@@ -52,23 +52,23 @@ def folder(request, gpt2_folder, llama_folder):
     return llama_folder if request.param == "llama" else gpt2_folder
 
 
-def ids() -> torch.Tensor:
+def make_ids() -> torch.Tensor:
     return torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def on_torch(folder, lora=PISSA, quantize=None, **options):
+def load_on_torch(folder, lora=PISSA, quantize=None, **options):
     parts = PrincipalParts(lora) if lora.is_principal else None
     base = load_pretrained(AutoModelForCausalLM, str(folder), quantize=quantize, frozen=True,
                            before_quantising=parts and parts.rest, **options)
     return add_lora(base, lora, [], torch.float32, "CAUSAL_LM", principal=parts).eval()
 
 
-def logits(model) -> torch.Tensor:
+def compute_logits(model) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids()).logits
+        return model(make_ids()).logits
 
 
-def moved(model):
+def perturb(model):
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,65 +78,65 @@ def moved(model):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_it_is_that_of_peft(folder, rslora):
+def test_the_split_equals_that_of_peft(folder, rslora):
     lora = LoRA(rank=4, alpha=6, rslora=rslora, init="pissa")
-    model = on_torch(folder, lora)
+    model = load_on_torch(folder, lora)
     config = LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, target_modules="all-linear", init_lora_weights="pissa",
                         fan_in_fan_out="gpt2" in str(folder))
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    peft_model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     stored = AutoModelForCausalLM.from_pretrained(folder)
     truth = split_by_numpy(stored, lora)
-    found, wanted = (split_of(network, lora.scaling) for network in (model, theirs))
+    actual, expected = (split_model(each_model, lora.scaling) for each_model in (model, peft_model))
     assert len(truth) == 2 * (7 if "llama" in str(folder) else 4)
-    assert_as_close(found, wanted, truth)
-    assert_as_close(logits(model), *in_both(logits, stored))
+    assert_as_close(actual, expected, truth)
+    assert_as_close(compute_logits(model), *in_both(compute_logits, stored))
 
 
-def split_of(model, scaling) -> dict:
-    """Of each adapted matrix what the base keeps and what the adapter has."""
-    found = dict(model.named_parameters())
-    rests = {name: found[name] for name in found if name.endswith("base_layer.weight")}
-    updates = {name: scaling * found[name.replace("base_layer", "lora_B.default")]
-               @ found[name.replace("base_layer", "lora_A.default")] for name in rests}
-    return {f"{name} {kind}": value.detach().numpy() for kind, part in (("rest", rests), ("update", updates))
+def split_model(model, scaling) -> dict:
+    """Return the residual in the base and the adapter's update for each adapted matrix."""
+    params = dict(model.named_parameters())
+    residuals = {name: params[name] for name in params if name.endswith("base_layer.weight")}
+    updates = {name: scaling * params[name.replace("base_layer", "lora_B.default")]
+               @ params[name.replace("base_layer", "lora_A.default")] for name in residuals}
+    return {f"{name} {key}": value.detach().numpy() for key, part in (("rest", residuals), ("update", updates))
             for name, value in part.items()}
 
 
 def split_by_numpy(model, lora) -> dict:
-    """The same of a model without an adapter, in float64."""
-    found = {}
+    """Compute residuals and updates from a model without an adapter, in float64."""
+    parts = {}
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)) and name != "lm_head":
             matrix = module.weight.detach().double().numpy()
             left, values, right = np.linalg.svd(matrix, full_matrices=False)
             update = (left[:, :lora.rank] * values[:lora.rank]) @ right[:lora.rank]
             name = f"base_model.model.{name}.base_layer.weight"
-            found |= {f"{name} rest": matrix - update,
+            parts |= {f"{name} rest": matrix - update,
                       f"{name} update": update.T if isinstance(module, Conv1D) else update}
-    return found
+    return parts
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_what_is_quantised_is_the_rest(llama_folder, double):
-    truth = logits(AutoModelForCausalLM.from_pretrained(llama_folder))
-    split, plain = (logits(on_torch(llama_folder, lora, "nf4", double_quant=double))
+def test_the_residual_is_quantised_not_the_base(llama_folder, double):
+    truth = compute_logits(AutoModelForCausalLM.from_pretrained(llama_folder))
+    split, plain = (compute_logits(load_on_torch(llama_folder, lora, "nf4", double_quant=double))
                     for lora in (LoRA(rank=16, init="pissa"), LoRA(rank=16)))
     assert (split - truth).norm() < 0.8 * (plain - truth).norm()
-    # The float rest, quantised by bitsandbytes itself.
+    # The float residual, quantised by bitsandbytes itself.
     from bitsandbytes.functional import quantize_4bit
 
-    rest, coded = on_torch(llama_folder), on_torch(llama_folder, PISSA, "nf4", double_quant=double)
-    for name, layer in rest.named_modules():
+    residual, quantised = load_on_torch(llama_folder), load_on_torch(llama_folder, PISSA, "nf4", double_quant=double)
+    for name, layer in residual.named_modules():
         if name.endswith("base_layer"):
             codes, state = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=double)
-            assert torch.equal(coded.get_submodule(name).weight.data, codes)
-            assert torch.equal(coded.get_submodule(name).weight.quant_state.absmax, state.absmax)
+            assert torch.equal(quantised.get_submodule(name).weight.data, codes)
+            assert torch.equal(quantised.get_submodule(name).weight.quant_state.absmax, state.absmax)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_engines_split_to_the_same_bits(folder, quantize, dtype):
-    model = on_torch(folder, quantize=quantize, precision="32-true" if dtype == "float32" else "bf16-mixed")
+    model = load_on_torch(folder, quantize=quantize, precision="32-true" if dtype == "float32" else "bf16-mixed")
     network = hub.network(load_config(str(folder)), "causal", lora=PISSA)
     params = flatten(loading.load(network, str(folder), dtype=dtype, quantize=quantize))
     state, checked = dict(model.named_parameters()), 0
@@ -153,63 +153,63 @@ def test_engines_split_to_the_same_bits(folder, quantize, dtype):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_export_is_an_adapter_of_the_original_base(folder, rslora, tmp_path):
-    model = moved(on_torch(folder, LoRA(rank=4, alpha=6, rslora=rslora, init="pissa")))
-    expected, before = logits(model), copy.deepcopy(dict(model.named_parameters()))
+    model = perturb(load_on_torch(folder, LoRA(rank=4, alpha=6, rslora=rslora, init="pissa")))
+    expected, before = compute_logits(model), copy.deepcopy(dict(model.named_parameters()))
     save(model, tmp_path, adapter_only=True, dtype=None, writes=True)
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
-    assert model.peft_config["default"].r == 4  # training may go on
+    assert model.peft_config["default"].r == 4  # training can continue
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["r"] == 8 and settings["init_lora_weights"] is True
     assert settings["lora_alpha"] == pytest.approx(6 * (math.sqrt(2) if rslora else 2))
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
-    _, truth = in_both(logits, model)
-    assert_as_close(logits(again), expected, truth)
+    _, truth = in_both(compute_logits, model)
+    assert_as_close(compute_logits(again), expected, truth)
 
 
 def test_engines_export_alike(folder, tmp_path):
-    model = moved(on_torch(folder))
+    model = perturb(load_on_torch(folder))
     save(model, tmp_path / "torch", adapter_only=True, dtype=torch.bfloat16, writes=True)
     network = hub.network(load_config(str(folder)), "causal", lora=PISSA)
     trained = {name: param.detach().numpy() for name, param in model.named_parameters() if param.requires_grad}
     network.first_factors = flatten(network.from_torch(
         {name: value.numpy() for name, value in model.first_factors.items()}))
     adapters.save_adapter(network, network.from_torch(trained), tmp_path / "jax", str(folder), "bfloat16")
-    weights, wanted = (load_file(tmp_path / engine / "adapter_model.safetensors") for engine in ("jax", "torch"))
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
-    settings, other = (json.loads((tmp_path / engine / "adapter_config.json").read_text())
-                       for engine in ("jax", "torch"))
+    weights, expected = (load_file(tmp_path / engine / "adapter_model.safetensors") for engine in ("jax", "torch"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    settings, torch_settings = (json.loads((tmp_path / engine / "adapter_config.json").read_text())
+                                for engine in ("jax", "torch"))
     for key in ("r", "lora_alpha", "use_rslora", "init_lora_weights", "fan_in_fan_out"):
-        assert settings[key] == other[key], key
+        assert settings[key] == torch_settings[key], key
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_a_rank_above_that_of_a_matrix_is_refused(llama_folder, quantize):
+def test_a_rank_above_the_number_of_singular_values_is_rejected(llama_folder, quantize):
     lora, message = LoRA(rank=33, init="pissa"), r"lora.rank is 33, but .*[kv]_proj.* has only 32 singular values"
     with pytest.raises(UserError, match=message):
-        on_torch(llama_folder, lora, quantize)
+        load_on_torch(llama_folder, lora, quantize)
     with pytest.raises(UserError, match=message):
         loading.load(hub.network(load_config(str(llama_folder)), "causal", lora=lora), str(llama_folder),
                      quantize=quantize)
 
 
-def test_a_base_that_is_saved_quantised_is_refused(llama_folder, tmp_path):
+def test_a_base_saved_quantised_is_rejected(llama_folder, tmp_path):
     load_pretrained(AutoModelForCausalLM, str(llama_folder), quantize="nf4", frozen=True).save_pretrained(tmp_path)
     message = "lora.init is pissa, which splits matrices before they are quantised, but .* is saved quantised"
     with pytest.raises(UserError, match=message):
-        on_torch(tmp_path)
+        load_on_torch(tmp_path)
     with pytest.raises(UserError, match=message):
         loading.load(hub.network(load_config(str(tmp_path)), "causal", lora=PISSA), str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", [PreferenceFields, partial(GRPOFields, rewards=[{"name": "exact_match"}])])
-def test_the_base_alone_is_no_reference(kind):
+@pytest.mark.parametrize("fields_class", [PreferenceFields, partial(GRPOFields, rewards=[{"name": "exact_match"}])])
+def test_the_base_alone_is_rejected_as_reference(fields_class):
     with pytest.raises(UserError, match=r"model.reference is base, but must be copy .* with lora.init: pissa"):
-        kind(pretrained="model", lora=PISSA, beta=0.1, reference="base")
-    assert kind(pretrained="model", lora=PISSA, beta=0.1).reference_kind == "copy"
+        fields_class(pretrained="model", lora=PISSA, beta=0.1, reference="base")
+    assert fields_class(pretrained="model", lora=PISSA, beta=0.1).reference_kind == "copy"
 
 
-def test_int8_is_refused():
+def test_int8_is_rejected():
     with pytest.raises(UserError, match="model.quantize is int8, but must be nf4, fp4 or null with lora.init: pissa"):
         TaskFields(pretrained="model", lora=PISSA, quantize="int8")
 
@@ -218,29 +218,29 @@ RUN = {"model__init_args__lora": {"rank": 4, "dropout": 0.1, "init": "pissa"},
        "trainer__max_steps": 4, "trainer__val_check_interval": 4, "checkpoint": {"every_n_steps": 1, "keep_last": 9}}
 
 
-def train_losses(run: RunFolder) -> list[float]:
+def read_train_losses(run: RunFolder) -> list[float]:
     with open(run.metrics_csv, newline="") as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
 
 
 @pytest.mark.slow
-def test_runs_resume_to_the_bit(recipe, llama_folder, tmp_path):
-    """Beside a quantised rest, which each start makes anew."""
-    found = {}
+def test_a_run_resumes_with_the_same_bits_and_merges_into_the_original_base(recipe, llama_folder, tmp_path):
+    """Each start quantises the residual again."""
+    losses = {}
     for engine in ("torch", "jax"):
         run = RunFolder(tmp_path / engine)
         arguments = recipe(**RUN, trainer__default_root_dir=str(run.root), engine=engine)
         assert main(["fit", *arguments]) == 0
-        found[engine] = train_losses(run)
+        losses[engine] = read_train_losses(run)
         files = run.resolve("last") / "model.safetensors", run.model / "adapter_model.safetensors"
         before = [load_file(file) for file in files]
         assert main(["fit", *arguments, "--ckpt_path", "2", "--overwrite", "true"]) == 0
-        assert train_losses(run) == found[engine]
-        for tensors, now in zip(before, map(load_file, files)):
-            assert tensors.keys() == now.keys()
-            assert all(torch.equal(now[name], value) for name, value in tensors.items())
-    assert len(found["torch"]) == 4 and found["torch"] == pytest.approx(found["jax"], rel=1e-4)
-    # Merged into the model itself, not into its codes.
+        assert read_train_losses(run) == losses[engine]
+        for tensors, resumed in zip(before, map(load_file, files)):
+            assert tensors.keys() == resumed.keys()
+            assert all(torch.equal(resumed[name], value) for name, value in tensors.items())
+    assert len(losses["torch"]) == 4 and losses["torch"] == pytest.approx(losses["jax"], rel=1e-4)
+    # Merged into the original base, not into the quantised residual.
     assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged"), "--threshold", "1e-4"]) == 0
     base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (llama_folder, tmp_path / "merged"))
     expected = PeftModel.from_pretrained(base, run.model).merge_and_unload().state_dict()
@@ -250,19 +250,19 @@ def test_runs_resume_to_the_bit(recipe, llama_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_change_engine_and_their_export_is_validated(recipe, tmp_path):
-    changes, found = {**RUN, "model__init_args__quantize": None}, {}
+def test_runs_switch_engines_and_their_export_has_the_final_loss(recipe, tmp_path):
+    changes, losses = {**RUN, "model__init_args__quantize": None}, {}
     for engine, other in (("torch", "jax"), ("jax", "torch")):
         run, again = RunFolder(tmp_path / engine), RunFolder(tmp_path / f"{engine}-again")
         arguments = {**changes, "trainer__default_root_dir": str(run.root)}
         assert main(["fit", *recipe(**arguments, engine=engine)]) == 0
-        found[engine] = train_losses(run)
-        # On the original base the export has the loss that the run had at its end.
+        losses[engine] = read_train_losses(run)
+        # On the original base, the export has the run's final loss.
         loss = json.loads(run.metrics_json.read_text())["val/loss"]
         assert main(["validate", *recipe(**{
             **arguments, "model__init_args__lora": None, "model__init_args__adapter": str(run.model),
             "trainer__default_root_dir": str(again.root)}, engine=other)]) == 0
         assert json.loads(again.metrics_json.read_text())["val/loss"] == pytest.approx(loss, rel=1e-4)
         assert main(["fit", *recipe(**arguments, engine=other), "--ckpt_path", "2", "--overwrite", "true"]) == 0
-        assert train_losses(run) == pytest.approx(found[engine], rel=1e-4)
-    assert found["torch"] == pytest.approx(found["jax"], rel=1e-4)
+        assert read_train_losses(run) == pytest.approx(losses[engine], rel=1e-4)
+    assert losses["torch"] == pytest.approx(losses["jax"], rel=1e-4)
