@@ -21,7 +21,7 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import squad
 from tests.forks import together
 
-SPLIT_DEPENDENT = {"train/tokens_per_second", "train/epoch"}  # what depends on the number of processes
+SPLIT_DEPENDENT = {"train/tokens_per_second", "train/epoch"}  # metrics that depend on the number of processes
 # A constant added before a softmax has no effect, so these get no gradient and Adam moves them by rounding errors only.
 WITHOUT_GRADIENT = ("key.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}

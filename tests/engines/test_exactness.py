@@ -124,7 +124,7 @@ def test_the_short_last_step_of_an_epoch_is_averaged_over_its_own_tokens(recipe,
 def test_steps_equal_a_bare_loop(recipe, tmp_path, no_dropout):
     from lmmods.data.sft import SFTData
 
-    rows, weights = train(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout),
+    rows, weights = train(recipe, tmp_path / "run", model__init_args__pretrained=str(no_dropout),
                           data__init_args__batch_size=4, trainer__accumulate_grad_batches=2)
     data = SFTData(str(_read_source(recipe)), template="alpaca", max_length=256, batch_size=8)
     data.connect(pretrained=str(no_dropout), seed=7, max_positions=256)
@@ -168,7 +168,7 @@ def test_qlora_equals_peft_and_bitsandbytes_in_a_bare_loop(recipe, tmp_path, no_
     from lmmods.data.sft import SFTData
 
     adam = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-    rows, _ = train(recipe, tmp_path / "ours", model__init_args__pretrained=str(no_dropout),
+    rows, _ = train(recipe, tmp_path / "run", model__init_args__pretrained=str(no_dropout),
                     data__init_args__batch_size=4, trainer__accumulate_grad_batches=2, model__init_args__quantize="nf4",
                     model__init_args__lora={"rank": 4, "alpha": 8}, model__init_args__optimizer=adam)
     data = SFTData(str(_read_source(recipe)), template="alpaca", max_length=256, batch_size=8)

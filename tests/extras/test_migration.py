@@ -58,8 +58,8 @@ def build_tables() -> list[str]:
     """Build the page's tables from the marked rows of each program."""
     rows, _ = split_rows()
     programs = list(dict.fromkeys(row.program for row in rows))
-    return [HEADER + "".join(f"| {format_cell(old)} | {format_cell(ours)} | {note} |\n".replace("|  |", "| |")
-                             for old, ours, note in (row.cells for row in rows if row.program == program))
+    return [HEADER + "".join(f"| {format_cell(foreign)} | {format_cell(native)} | {note} |\n".replace("|  |", "| |")
+                             for foreign, native, note in (row.cells for row in rows if row.program == program))
             for program in programs]
 
 

@@ -160,7 +160,7 @@ def test_only_the_largest_classes_are_shown(tmp_path):
     """They are those with the largest support, without a confusion matrix."""
     label_ids = np.concatenate([np.arange(300), [250] * 3])
     run = write_run(tmp_path / "run")
-    names = [f"class {number}" for number in range(300)]
+    names = [f"class {index}" for index in range(300)]
     (run / "classes.json").write_text(json.dumps(class_report(label_ids, label_ids, names)))
     (class_tables,) = build_class_tables(read_runs([str(run)]))
     ((_, total, rows),) = class_tables.tables
@@ -582,25 +582,25 @@ def test_every_marker_shape_is_defined():
 
 
 PROBE = """
-const seen = {width: innerWidth, scroll: document.documentElement.scrollWidth,
-              dark: matchMedia("(prefers-color-scheme: dark)").matches};
+const observed = {width: innerWidth, scroll: document.documentElement.scrollWidth,
+                  dark: matchMedia("(prefers-color-scheme: dark)").matches};
 const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
 plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width, clientY: box.top + 20}));
-seen.tip = document.querySelector(".tip").innerText;
-seen.tipInside = document.querySelector(".tip").getBoundingClientRect().right <= innerWidth;
+observed.tip = document.querySelector(".tip").innerText;
+observed.tipInside = document.querySelector(".tip").getBoundingClientRect().right <= innerWidth;
 plot.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
-seen.before = document.querySelector(".tip").innerText;
+observed.before = document.querySelector(".tip").innerText;
 const visible = (element) => getComputedStyle(element).display !== "none";
 const line = document.querySelector("figure .run-1");
-seen.lines = [visible(line)];
+observed.lines = [visible(line)];
 document.getElementById("run-1").click();
-seen.lines.push(visible(line));
+observed.lines.push(visible(line));
 plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width, clientY: box.top + 20}));
-seen.without = document.querySelector(".tip").innerText;
-seen.axes = [".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name)));
+observed.without = document.querySelector(".tip").innerText;
+observed.axes = [".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name)));
 document.getElementById("x-tokens").click();
-seen.axes.push(...[".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name))));
-parent.document.documentElement.dataset.seen = JSON.stringify(seen);
+observed.axes.push(...[".by-step", ".by-tokens"].map((name) => visible(document.querySelector(name))));
+parent.document.documentElement.dataset.observed = JSON.stringify(observed);
 """
 
 
@@ -643,7 +643,7 @@ def test_the_page_works_in_a_browser(width, dark, busy_page, tmp_path):
     probed = re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", busy_page)
     result = visit(probed.replace("</body>", f"<script>{PROBE}</script></body>"))
     assert "CONSOLE" not in result.stderr
-    state = json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', result.stdout)[1]))
+    state = json.loads(html.unescape(re.search(r'data-observed="([^"]*)"', result.stdout)[1]))
     assert state["width"] == width and state["scroll"] <= width and state["dark"] == dark
     assert state["tipInside"] and "optimiser step 60" in state["tip"] and state["tip"].count("short") == 2
     assert "1.900" in state["tip"] and "step 59" in state["before"] and "rank-64" not in state["without"]

@@ -73,7 +73,7 @@ def test_options_of_sweep_and_of_fit_may_be_in_any_order():
     ([f"{LR}=1,2", "--backend", "wandb"], "does not log to W&B")])
 def test_what_fit_rejects_is_rejected_before_anything_runs(recipe, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", *recipe(), *words, "--folder", "made"]) == 2
+    assert main(["sweep", *recipe(), *words, "--folder", "sweep"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -85,8 +85,8 @@ def test_trials_are_compared_as_checkpoints_are(recipe, tmp_path, monkeypatch, w
     arguments = recipe(trainer__logger=[{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
                        model__class_path="GRPO", model__init_args__rewards=[{"name": "exact_match"}],
                        data__class_path="PromptData")
-    assert main(["sweep", *arguments, f"{LR}=1e-6,1e-5", "--backend", "wandb", "--folder", "made", *words]) == 0
-    content = yaml.safe_load((tmp_path / "made" / "sweep.yaml").read_text())
+    assert main(["sweep", *arguments, f"{LR}=1e-6,1e-5", "--backend", "wandb", "--folder", "sweep", *words]) == 0
+    content = yaml.safe_load((tmp_path / "sweep" / "sweep.yaml").read_text())
     assert (content["metric"]["name"], content["metric"]["goal"]) == metric
 
 
@@ -229,7 +229,7 @@ def test_a_sweep_resumes_and_counts_failed_trials(recipe, tmp_path, monkeypatch,
     assert main(sweep) == 0
     out = capfd.readouterr().out
     assert calls[1] == calls[0] and "--model.optimizer.lr=1e+30" in calls[2] and len(calls) == 3
-    runs = [RunFolder(tmp_path / "all" / f"trial={number}") for number in range(2)]
+    runs = [RunFolder(tmp_path / "all" / f"trial={index}") for index in range(2)]
     assert [run.completed.exists() for run in runs] == [True, False] and "Best: all/trial=0" in out
     assert "trial 1: failed: Step " in out and json.loads(runs[0].metrics_json.read_text())["trainer/global_step"] == 4
     page = (tmp_path / "all" / "report.html").read_text()
