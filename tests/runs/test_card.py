@@ -1,4 +1,4 @@
-"""The card of every task: its own words load the model, and the hub's reader understands its metadata."""
+"""The model card of every task: its code loads the model, and the hub's reader parses its metadata."""
 
 import html
 import json
@@ -30,7 +30,7 @@ REPORT = {"sources": {"someone/rows": {"rows_read": 10, "rows_kept": 9, "dropped
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that writes what a card is made of."""
+    """A function that writes the files that a card is built from."""
     def write(metrics: dict | None = None, **recipe) -> RunFolder:
         folder = RunFolder(tmp_path / "tiny")
         write_json(folder.data_report, REPORT)
@@ -43,7 +43,7 @@ def run(tmp_path):
     return write
 
 
-def test_metadata_is_what_the_hub_reads(run):
+def test_the_hub_parses_the_metadata_of_a_card(run):
     metrics = {"val/f1": 88.5, "val/exact_match": 81.0, "val/loss": float("nan"), "test/f1": 87.0, "train/loss": 1.0}
     folder = run(metrics,
                  model={"init_args": {"revision": "v1", "quantize": "nf4"}}, publish={"repo": "me/x", "license": "mit"},
@@ -51,13 +51,13 @@ def test_metadata_is_what_the_hub_reads(run):
                                      "val_source": {"path": "rajpurkar/squad", "split": "validation"},
                                      "test_source": "held/out.json"}})
     card = build_card(folder, "google-bert/bert-base-uncased", True, "AutoModelForQuestionAnswering")
-    told = ModelCard(card).data
-    assert (told.license, told.library_name, told.pipeline_tag) == ("mit", "peft", "question-answering")
-    assert told.base_model == "google-bert/bert-base-uncased"
-    assert told.datasets == ["rajpurkar/squad", "tatsu-lab/alpaca"]
-    assert told.tags == ["lmmods", "qlora"] and told.model_name == "tiny"
+    metadata = ModelCard(card).data
+    assert (metadata.license, metadata.library_name, metadata.pipeline_tag) == ("mit", "peft", "question-answering")
+    assert metadata.base_model == "google-bert/bert-base-uncased"
+    assert metadata.datasets == ["rajpurkar/squad", "tatsu-lab/alpaca"]
+    assert metadata.tags == ["lmmods", "qlora"] and metadata.model_name == "tiny"
     assert {(r.task_type, r.dataset_type, r.dataset_name, r.dataset_split, r.metric_type, r.metric_value)
-            for r in told.eval_results} == {
+            for r in metadata.eval_results} == {
         ("question-answering", "rajpurkar/squad", "rajpurkar/squad", "validation", "f1", 88.5),
         ("question-answering", "rajpurkar/squad", "rajpurkar/squad", "validation", "exact_match", 81.0),
         ("question-answering", "local", "out", "test", "f1", 87.0)}
@@ -65,7 +65,7 @@ def test_metadata_is_what_the_hub_reads(run):
     assert "from_pretrained(\"google-bert/bert-base-uncased\", revision='v1')" in card
 
 
-def test_reinforcement_learning_is_described(run):
+def test_a_grpo_card_describes_rewards_loss_and_ratio(run):
     rewards = [{"name": "exact_match"}, {"function": "mine.is_short", "weight": 0.5}]
     folder = run({"val/reward": 0.5, "val/pass@8": 0.75},
                  data={"init_args": {"source": "me/rows", "val_source": "me/held"}},
@@ -74,20 +74,20 @@ def test_reinforcement_learning_is_described(run):
     card = build_card(folder, "me/base", False, "AutoModelForCausalLM")
     assert ("Trained by reinforcement learning on its own answers: reward `exact_match`, reward `is_short`, loss "
             "`dr_grpo`, sequence ratio, 4 answers per prompt, beta 0.1.") in " ".join(card.split())
-    told = ModelCard(card).data
-    assert told.tags == ["lmmods", "reinforcement-learning", "grpo"]
-    assert {(r.metric_type, r.metric_value) for r in told.eval_results} == {("reward", 0.5), ("pass@8", 0.75)}
+    metadata = ModelCard(card).data
+    assert metadata.tags == ["lmmods", "reinforcement-learning", "grpo"]
+    assert {(r.metric_type, r.metric_value) for r in metadata.eval_results} == {("reward", 0.5), ("pass@8", 0.75)}
 
 
-def test_names_are_texts_in_yaml_1_2(run):
-    """The hub's parser reads 1e-4 as a number, PyYAML as text."""
+def test_dataset_names_stay_strings_in_yaml_1_2(run):
+    """The hub's parser reads 1e-4 as a number, PyYAML as a string."""
     card = build_card(run({"val/loss": 1.0}, data={"init_args": {"source": "rows/1e-4.jsonl"}}), None, False,
                       "AutoModelForCausalLM")
     assert re.search(r"""name: ['"]1e-4['"]\n""", card)
     assert [result.dataset_name for result in ModelCard(card).data.eval_results] == ["1e-4"]
 
 
-def test_a_chat_is_shown_as_it_was_trained(run):
+def test_the_example_chat_uses_the_system_prompt_and_template_options(run):
     folder = run(data={"init_args": {"system_prompt": "Be kind.", "chat_template_kwargs": {"enable_thinking": False}}})
     card = build_card(folder, None, False, "AutoModelForCausalLM", is_chat=True)
     assert "[{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'Hello!'}]" in card
@@ -99,43 +99,43 @@ NASTY = ("<script>alert(1)</script>\n```\n<script>\n````\n# Mine\r\r</code></pre
          "`a`` <img src=x onerror=alert(1)> \u2028<script>")
 
 
-def rendered(markdown: str) -> tuple[list[str], list[str]]:
-    """Tags of a page and texts of its blocks of code, by a reader of Markdown that passes HTML on."""
+def render(markdown: str) -> tuple[list[str], list[str]]:
+    """Return a page's tags and the contents of its code blocks, as rendered by a parser that passes HTML through."""
     page = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
     return re.findall(r"<(\w+)", page), [html.unescape(text) for text in re.findall(
         r"<pre><code.*?>(.*?)</code></pre>", page, re.DOTALL)]
 
 
-def test_nothing_that_a_run_says_is_markup(run):
+def test_values_from_a_run_are_escaped_in_the_card(run):
     data = {"init_args": {"system_prompt": NASTY, "source": NASTY}}
     metrics = {"val/loss": 1.0, f"eval/{NASTY}": 2.0}
     model = {"class_path": "Preference", "init_args": {"loss": NASTY}}
     plain, folder = run({"val/loss": 1.0}, data={}, model={"class_path": "Preference"}), None
-    tags, _ = rendered(build_card(plain, "base", True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    tags, _ = render(build_card(plain, "base", True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
     folder = run(metrics, data=data, samples={"prompts": [NASTY]}, model=model)
     source = REPORT["sources"]["someone/rows"]
     write_json(folder.data_report, {**REPORT, "sources": {NASTY.replace("/", "|"): source}})
-    found, blocks = rendered(build_card(folder, NASTY, True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
-    assert set(found) == set(tags) and found.count("h1") == 1 and found.count("h2") == tags.count("h2")
-    assert found.count("pre") == tags.count("pre") == len(blocks)
+    nasty_tags, blocks = render(build_card(folder, NASTY, True, "AutoModelForCausalLM", True).split("---\n", 2)[2])
+    assert set(nasty_tags) == set(tags) and nasty_tags.count("h1") == 1 and nasty_tags.count("h2") == tags.count("h2")
+    assert nasty_tags.count("pre") == tags.count("pre") == len(blocks)
     assert repr(NASTY) in blocks[0] and yaml.safe_load(blocks[-1])["samples"] == {"prompts": [NASTY]}
 
 
-def test_a_card_says_the_method_of_preferences(run):
+def test_a_preference_card_describes_the_loss(run):
     folder = run(model={"class_path": "Preference", "init_args": {"loss": "orpo", "beta": 0.3, "sft_weight": 0.5}})
     card = build_card(folder, "some/base", True, "AutoModelForCausalLM")
     assert "An adapter for `some/base`. Trained on preferences: loss `orpo`, beta 0.3, sft_weight 0.5." in card
     assert ModelCard(card).data.tags == ["lmmods", "lora", "preference-optimization", "orpo"]
 
 
-def test_a_card_while_training_has_no_metrics_yet(run):
+def test_a_card_written_during_training_has_no_metrics(run):
     card = build_card(run(), None, False, "AutoModelForCausalLM")
-    told = ModelCard(card).data
-    assert told.eval_results is None and "## Metrics" not in card
-    assert "Trained from scratch" in card and told.base_model is None
+    metadata = ModelCard(card).data
+    assert metadata.eval_results is None and "## Metrics" not in card
+    assert "Trained from scratch" in card and metadata.base_model is None
 
 
-def test_a_card_names_no_absolute_path_of_this_machine(run, tmp_path):
+def test_a_card_contains_no_absolute_local_path(run, tmp_path):
     home = str(tmp_path / "home of me")
     folder = run(model={"init_args": {"pretrained": f"{home}/models/tiny-llama"}},
                  trainer={"default_root_dir": str(tmp_path / "tiny"),
@@ -159,13 +159,13 @@ def test_a_card_names_no_absolute_path_of_this_machine(run, tmp_path):
     assert ModelCard(card).data.base_model is None
 
 
-def test_a_local_base_is_no_hub_id(tmp_path):
+def test_a_local_base_is_not_a_hub_id(tmp_path):
     assert hub_id("gpt2") == "gpt2" and hub_id("org/name-1.5_b") == "org/name-1.5_b"
     for name in (None, str(tmp_path), "a/b/c", "../model", "with space", "rows.jsonl"):
         assert hub_id(name) is None
 
 
-# The words under "Load" -----------------------------------------------------------------------------------------------
+# The code under "Load" ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -189,7 +189,7 @@ CHATS = ("SFT", "GRPO", "Preference", "Reward")
 CAUSAL = ("SFT", "CLM", "GRPO", "Preference")
 
 
-def changes_of(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str, pairs: str) -> dict:
+def build_changes(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str, pairs: str) -> dict:
     (tmp_path / "text.txt").write_text("\n".join(CORPUS))
     (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED.get(task, [])))
     model = {"pretrained": llama if task in (*CAUSAL, "Reward") else bert, "lora": {"rank": 2} if lora else None,
@@ -208,15 +208,15 @@ def changes_of(task: str, lora: bool, tmp_path, bert: str, llama: str, rows: str
 
 
 def run_card(folder, monkeypatch) -> dict:
-    """Run the code of a card in its folder, as a reader would; return its variables."""
+    """Run a card's code in its folder, as a reader would, and return its variables."""
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(folder)
-    found: dict = {}
-    exec(code, found)  # noqa: S102 - the point of the test
-    return found
+    variables: dict = {}
+    exec(code, variables)  # noqa: S102 - the point of the test
+    return variables
 
 
-def outputs_of(network, task: str) -> torch.Tensor:
+def compute_outputs(network, task: str) -> torch.Tensor:
     ids = torch.tensor([[[3, 4, 5], [3, 6, 7]]]) if task == "MultipleChoice" else torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         output = network(input_ids=ids)
@@ -228,48 +228,48 @@ TASKS = [("SFT", True), ("GRPO", True), ("Preference", True), ("CLM", False), ("
          ("SequenceClassification", False), ("TokenClassification", True), ("MultipleChoice", True)]
 
 
-def test_the_code_of_every_task_is_run():
+def test_every_task_has_a_card_case():
     assert {task for task, _ in TASKS} == set(declared("model"))
 
 
 @pytest.mark.parametrize(("task", "lora"), TASKS)
-def test_the_card_says_how_to_load_the_model(task, lora, recipe, tmp_path, bert_base, llama_folder, instructions, pairs,
-                                             monkeypatch, capsys):
-    """The model, and what `merge` makes of an adapter: both give the same logits, and know their labels."""
-    changes = changes_of(task, lora, tmp_path, bert_base, str(llama_folder), str(instructions), pairs)
+def test_the_code_of_a_card_loads_the_model(task, lora, recipe, tmp_path, bert_base, llama_folder, instructions, pairs,
+                                            monkeypatch, capsys):
+    """For an adapter, also the model that `merge` writes: both give the same logits and labels."""
+    changes = build_changes(task, lora, tmp_path, bert_base, str(llama_folder), str(instructions), pairs)
     assert main(["fit", *recipe(**changes)]) == 0
     folder = tmp_path / "run" / "model"
-    if lora:  # a base that only this machine has goes by its last name: the reader puts it in place
+    if lora:  # the card names a local base by its last part: the reader puts it next to the card
         base = changes["model"]["init_args"]["pretrained"]
         (folder / base.rsplit("/", 1)[-1]).symlink_to(base)
     capsys.readouterr()
     model = run_card(folder, monkeypatch)["model"]
-    assert bool(capsys.readouterr().out) is (task in CHATS)  # the answer, or its score
+    assert bool(capsys.readouterr().out) is (task in CHATS)  # prints the answer or its score
     network = model.get_base_model() if lora else model
     assert type(network).__name__.endswith(declared("model")[task].auto_class.removeprefix("AutoModel"))
-    logits = outputs_of(network, task)
+    logits = compute_outputs(network, task)
     assert torch.isfinite(logits).all()
     if lora:
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
         assert main(["merge", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
-        assert "initialised randomly" not in capsys.readouterr().out  # the adapter has the head
+        assert "initialised randomly" not in capsys.readouterr().out  # the adapter contains the head
         merged = run_card(tmp_path / "merged", monkeypatch)["model"]
         assert type(merged) is type(network) and merged.config.id2label == network.config.id2label
-        torch.testing.assert_close(outputs_of(merged, task), logits)
+        torch.testing.assert_close(compute_outputs(merged, task), logits)
 
 
 @pytest.mark.parametrize(("lora", "padding"), [(True, "<unk>"), (False, "<unk>"), (True, "</s>")])
-def test_the_card_of_a_reward_model_scores_as_predict_does(lora, padding, recipe, tmp_path, bert_base, llama_folder,
-                                                           pairs, monkeypatch, capsys):
-    """Also where rows end in the padding token, at which transformers would not look."""
-    changes = changes_of("Reward", lora, tmp_path, bert_base, str(llama_folder), "", pairs)
+def test_the_card_of_a_reward_model_scores_like_predict(lora, padding, recipe, tmp_path, bert_base, llama_folder,
+                                                        pairs, monkeypatch, capsys):
+    """Also where rows end with the padding token, which transformers would skip."""
+    changes = build_changes("Reward", lora, tmp_path, bert_base, str(llama_folder), "", pairs)
     changes["data"]["init_args"]["pad_token"] = padding
     assert main(["fit", *recipe(**changes)]) == 0
     folder = tmp_path / "run" / "model"
     (folder / llama_folder.name).symlink_to(llama_folder)
     capsys.readouterr()
-    found = run_card(folder, monkeypatch)
-    messages, is_unset = found["messages"], found["model"].config.pad_token_id is None
+    variables = run_card(folder, monkeypatch)
+    messages, is_unset = variables["messages"], variables["model"].config.pad_token_id is None
     assert ("## Padding" in (folder / "README.md").read_text()) is (padding == "</s>")
     assert is_unset or padding != "</s>"
     score = float(capsys.readouterr().out)
@@ -281,14 +281,14 @@ def test_the_card_of_a_reward_model_scores_as_predict_does(lora, padding, recipe
     assert score == pytest.approx(json.loads(row)["score"], rel=1e-4)
 
 
-def test_merge_draws_a_head_that_no_file_has_as_the_run_did(recipe, tmp_path, bert_folder):  # noqa: F811
-    """An adapter of a masked LM on an encoder without its head: the merged model has the loss of the run."""
+def test_merge_initialises_a_missing_head_like_the_run(recipe, tmp_path, bert_folder):  # noqa: F811
+    """A masked-LM adapter on an encoder without a head: the merged model has the run's loss."""
     base = tmp_path / "body"
     shutil.copytree(bert_folder, base)
     config = BertConfig(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                         num_attention_heads=2, max_position_embeddings=64)
     BertModel(config).save_pretrained(base)
-    changes = changes_of("MLM", True, tmp_path, str(base), "", "", "") | {"trainer__limit_val_batches": 1.0}
+    changes = build_changes("MLM", True, tmp_path, str(base), "", "", "") | {"trainer__limit_val_batches": 1.0}
     assert main(["fit", *recipe(**changes)]) == 0
     assert main(["merge", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
     assert main(["validate", "--config", str(tmp_path / "run" / "config.yaml"), "--model.lora", "null",
@@ -298,7 +298,7 @@ def test_merge_draws_a_head_that_no_file_has_as_the_run_did(recipe, tmp_path, be
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokenizer_folder, monkeypatch):
+def test_the_card_loads_the_text_part_of_a_base_with_images(recipe, tmp_path, tokenizer_folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     save_image_model("gemma3", tmp_path / "base", len(tokenizer))
     tokenizer.save_pretrained(tmp_path / "base")
@@ -306,10 +306,10 @@ def test_the_card_loads_the_text_of_a_base_with_images(recipe, tmp_path, tokeniz
                                 model__init_args__quantize=None, trainer__limit_val_batches=0)]) == 0
     folder = tmp_path / "run" / "model"
     (folder / "base").symlink_to(tmp_path / "base")
-    found = run_card(folder, monkeypatch)
+    variables = run_card(folder, monkeypatch)
     saved = load_file(folder / "adapter_model.safetensors")
-    loaded = {name: param for name, param in found["model"].named_parameters() if "lora_" in name}
+    loaded = {name: param for name, param in variables["model"].named_parameters() if "lora_" in name}
     assert {name.replace(".default", "") for name in loaded} == saved.keys()
     assert all(torch.equal(param, saved[name.replace(".default", "")]) for name, param in loaded.items())
-    assert type(found["model"].get_base_model()).__name__ == "Gemma3ForCausalLM"
+    assert type(variables["model"].get_base_model()).__name__ == "Gemma3ForCausalLM"
     assert "`AutoPeftModelForCausalLM` loads the whole base" in " ".join((folder / "README.md").read_text().split())

@@ -1,4 +1,4 @@
-"""A checkpoint folder: arrays of any kind come back, by shards too; written beside training, and through a kill."""
+"""Checkpoint folders: arrays and shards survive a round trip, background writes and kills."""
 
 import os
 import signal
@@ -24,11 +24,11 @@ from lmmods.runs.checkpoint import (
 )
 from lmmods.torch_engine.callbacks.checkpoint import TORCH, copy_to_cpu
 from tests.forks import Fork
-from tests.runs.test_checkpoint_format import same
+from tests.runs.test_checkpoint_format import are_equal
 
 
-def test_shards_of_older_checkpoints_are_read_by_both_engines(tmp_path):
-    """Two processes' files of rows without a word on where they belong; numbers are in the first one's."""
+def test_both_engines_read_shards_of_older_checkpoints(tmp_path):
+    """Two processes' files of rows without offsets; the first also contains the scalars."""
     whole = {"w": torch.arange(12.0).view(4, 3), "b": torch.arange(2.0)}
     step = torch.tensor(7.0)
     write_checkpoint(tmp_path / "c", {
@@ -37,9 +37,9 @@ def test_shards_of_older_checkpoints_are_read_by_both_engines(tmp_path):
     for group in ("model", "optimizer"):
         tensors = TORCH.load(tmp_path / "c" / f"{group}.safetensors")
         for rank in range(2):
-            own = {name: tensor.chunk(2)[rank] if tensor.ndim else tensor for name, tensor in tensors.items()
-                   if tensor.ndim or rank == 0}
-            TORCH.save(own, tmp_path / "c" / f"{group}-{rank:05d}-of-00002.safetensors", {})
+            shard = {name: tensor.chunk(2)[rank] if tensor.ndim else tensor for name, tensor in tensors.items()
+                     if tensor.ndim or rank == 0}
+            TORCH.save(shard, tmp_path / "c" / f"{group}-{rank:05d}-of-00002.safetensors", {})
         (tmp_path / "c" / f"{group}.safetensors").unlink()
     (tmp_path / "c" / "manifest.json").unlink()
     write_manifest(tmp_path / "c")
@@ -49,14 +49,14 @@ def test_shards_of_older_checkpoints_are_read_by_both_engines(tmp_path):
         assert torch.equal(on_torch["state_dict"][name], tensor)
         assert np.array_equal(on_jax["state_dict"][name], tensor.numpy())
         assert np.array_equal(by_parts["state_dict"][name], tensor.numpy())
-    for found in (on_torch, on_jax, by_parts):
-        (optimizer,) = found["optimizer_states"]
+    for content in (on_torch, on_jax, by_parts):
+        (optimizer,) = content["optimizer_states"]
         assert optimizer["state"][0]["step"] == 7 and optimizer["state"][0]["m"].shape == (4, 3)
-        assert found["sums"].shape == (4,) and found["global_step"] == 3
+        assert content["sums"].shape == (4,) and content["global_step"] == 3
 
 
-def pieces_of(rank: int) -> dict:
-    """What each of two processes has of a matrix cut by columns, of a vector that one holds, and of what both have."""
+def build_shards(rank: int) -> dict:
+    """Return one rank's part: of a matrix split by columns, of a vector on rank 0, and of replicated arrays."""
     matrix, step = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.array(7.0)
     columns = (slice(0, 2), slice(2, 3))[rank]
     return {"state_dict": {"w": Shards((4, 3), (((0, columns.start), matrix[:, columns]),)),
@@ -66,33 +66,33 @@ def pieces_of(rank: int) -> dict:
             "sums": np.ones(4), "global_step": 3}
 
 
-def test_pieces_of_several_processes_are_read_by_both_engines(tmp_path):
-    """The first process writes beside training and ends the checkpoint when the other one has written its pieces."""
+def test_both_engines_read_shards_of_several_processes(tmp_path):
+    """The first process writes in the background and commits once the second has written its shards."""
     first, second, events = BackgroundWriter(), BackgroundWriter(), []
-    first.save(tmp_path / "c", pieces_of(0), lambda: events.append("stands"), WriterRank(0, 2),
-               lambda: events.append("room"))
+    first.save(tmp_path / "c", build_shards(0), lambda: events.append("committed"), WriterRank(0, 2),
+               lambda: events.append("barrier"))
     while not (tmp_path / ".c" / "state-00000-of-00002.safetensors").exists():
         time.sleep(0.01)
-    assert events == ["room"] and not (tmp_path / "c").exists()
-    second.save(tmp_path / "c", pieces_of(1), lambda: events.append("not by the second"), WriterRank(1, 2))
+    assert events == ["barrier"] and not (tmp_path / "c").exists()
+    second.save(tmp_path / "c", build_shards(1), lambda: events.append("never called"), WriterRank(1, 2))
     second.wait()
     first.wait()
-    assert events == ["room", "stands"] and not (tmp_path / ".c").exists()
+    assert events == ["barrier", "committed"] and not (tmp_path / ".c").exists()
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
         "manifest.json", *(f"{name}-{rank:05d}-of-00002.safetensors" for name in ("model", "optimizer", "state")
                            for rank in range(2)), "state.json"]
     whole = np.arange(12.0).reshape(4, 3)
-    for found in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c"),
-                  open_checkpoint(tmp_path / "c")):
-        state = found["optimizer_states"][0]["state"][0]
-        assert np.array_equal(found["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
-        assert np.array_equal(found["state_dict"]["b"], np.ones(2)) and state["step"] == 7
-        assert found["sums"].shape == (4,) and found["global_step"] == 3
-    assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across pieces
+    for content in (read_checkpoint(tmp_path / "c", TORCH), read_checkpoint(tmp_path / "c"),
+                    open_checkpoint(tmp_path / "c")):
+        state = content["optimizer_states"][0]["state"][0]
+        assert np.array_equal(content["state_dict"]["w"], whole) and np.array_equal(state["m"], whole)
+        assert np.array_equal(content["state_dict"]["b"], np.ones(2)) and state["step"] == 7
+        assert content["sums"].shape == (4,) and content["global_step"] == 3
+    assert np.array_equal(state["m"][1:3, 0:2], whole[1:3, 0:2])  # across shards
 
 
-def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
-    """The shards of two processes; meanwhile training goes on with what they have counted and listed."""
+def test_a_background_save_on_torch_is_a_snapshot(tmp_path):
+    """Training goes on meanwhile, changing step counters and lists in place."""
     import ml_dtypes
 
     weights, step, best = torch.arange(12.0).view(4, 3).bfloat16(), torch.tensor(7.0), [[0.5, "step=2"]]
@@ -106,31 +106,31 @@ def test_what_torch_writes_beside_training_is_as_it_was(tmp_path):
         writer.save(tmp_path / "c", content, writer_rank=WriterRank(rank, 2), library=TORCH)
     for writer in writers:
         writer.wait()
-    for dtype, found in ((torch.bfloat16, read_checkpoint(tmp_path / "c", TORCH)),
-                         (ml_dtypes.bfloat16, read_checkpoint(tmp_path / "c"))):
-        assert found["state_dict"]["w"].dtype == dtype
-        assert found["state_dict"]["w"].tolist() == torch.arange(12.0).view(4, 3).tolist()
-        assert found["optimizer_states"][0]["state"][0]["step"] == 7
-        assert found["callbacks"]["Checkpoint"]["best"] == [[0.5, "step=2"]]
+    for dtype, read_content in ((torch.bfloat16, read_checkpoint(tmp_path / "c", TORCH)),
+                                (ml_dtypes.bfloat16, read_checkpoint(tmp_path / "c"))):
+        assert read_content["state_dict"]["w"].dtype == dtype
+        assert read_content["state_dict"]["w"].tolist() == torch.arange(12.0).view(4, 3).tolist()
+        assert read_content["optimizer_states"][0]["state"][0]["step"] == 7
+        assert read_content["callbacks"]["Checkpoint"]["best"] == [[0.5, "step=2"]]
 
 
-def test_a_checkpoint_is_the_same_whoever_wrote_which_part(tmp_path):
-    content = pieces_of(0)
+def test_shards_add_up_to_the_arrays_of_an_unsharded_checkpoint(tmp_path):
+    content = build_shards(0)
     whole = np.arange(12.0, dtype=np.float32).reshape(4, 3)
     content["state_dict"] = {"w": whole, "b": np.ones(2)}
     content["optimizer_states"][0]["state"][0]["m"] = whole.copy()
     write_checkpoint(tmp_path / "one", content)
     checkpoint.create_folder(tmp_path / "two")
     for rank in (1, 0):
-        checkpoint.write_shards(tmp_path / "two", pieces_of(rank), WriterRank(rank, 2))
+        checkpoint.write_shards(tmp_path / "two", build_shards(rank), WriterRank(rank, 2))
     one, two = (checkpoint.read_arrays(tmp_path / name) for name in ("one", "two"))
     assert len(one) == 5 and one.keys() == two.keys()
     assert all(np.array_equal(array, two[name]) and array.dtype == two[name].dtype for name, array in one.items())
 
 
-def test_a_missing_piece_is_damage(tmp_path):
+def test_a_missing_shard_is_an_error(tmp_path):
     checkpoint.create_folder(tmp_path / "c")
-    content = pieces_of(0)
+    content = build_shards(0)
     checkpoint.write_shards(tmp_path / "c", content, WriterRank(0, 1))
     for read in (read_checkpoint, open_checkpoint):
         with pytest.raises(UserError, match="parts of w are missing"):
@@ -138,17 +138,17 @@ def test_a_missing_piece_is_damage(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "count"), [(4, 1), (4, 3), (2, 3), (0, 2)])
-def test_what_several_have_is_written_once(rows, count, monkeypatch):
-    """By rows where there are enough of them, and nothing twice."""
+def test_replicated_arrays_are_written_once(rows, count, monkeypatch):
+    """Split by rows where there are enough of them."""
     monkeypatch.setattr(checkpoint, "SMALL", 1)
     array = np.arange(rows * 2).reshape(rows, 2)
     parts = [part for index in range(count) for part in checkpoint.slice_for_process((5, 1), array, index, count)]
     assert np.array_equal(np.concatenate([part for _, part in parts]), array)
-    assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:place]), 1)
-                                             for place in range(len(parts))]
+    assert [begin for begin, _ in parts] == [(5 + sum(len(part) for _, part in parts[:part_index]), 1)
+                                             for part_index in range(len(parts))]
 
 
-def test_damage_is_found(tmp_path):
+def test_a_changed_file_is_an_error(tmp_path):
     write_checkpoint(tmp_path / "c", {"state_dict": {"a": np.arange(3.0)}, "optimizer_states": []})
     with open(tmp_path / "c" / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
@@ -160,17 +160,17 @@ def test_damage_is_found(tmp_path):
         check_manifest(tmp_path / "c", share=(0, 2))
 
 
-def test_arrays_of_any_layout_and_dtype(tmp_path):
+def test_arrays_of_any_layout_and_dtype_survive_a_round_trip(tmp_path):
     import ml_dtypes
 
     arrays = {"view": np.arange(6.0).reshape(2, 3).T, "scalar": np.array(2.5, np.float32),
               "half": np.arange(3).astype(ml_dtypes.bfloat16), "integers": np.arange(3)}
     write_checkpoint(tmp_path / "c", {"state_dict": arrays, "plain": {"list": [1, "x", None]}})
     content = read_checkpoint(tmp_path / "c")
-    assert same(content["state_dict"], arrays) and content["plain"] == {"list": [1, "x", None]}
+    assert are_equal(content["state_dict"], arrays) and content["plain"] == {"list": [1, "x", None]}
 
 
-def test_writing_happens_aside_and_its_errors_come_with_the_next_call(tmp_path, monkeypatch):
+def test_background_writing_raises_its_errors_on_the_next_call(tmp_path, monkeypatch):
     writer, done = BackgroundWriter(), []
     writer.save(tmp_path / "first", {"x": np.ones(3)}, lambda: done.append((tmp_path / "first").is_dir()))
     writer.wait()
@@ -199,7 +199,7 @@ def save_until_killed(folder: Path) -> None:
 
 
 @pytest.mark.slow  # the server of the forks takes seconds to start
-def test_a_kill_during_the_save_leaves_the_old_one(tmp_path):
+def test_a_kill_during_a_save_keeps_the_old_checkpoint(tmp_path):
     folder = tmp_path / "step=2"
     write_checkpoint(folder, {"x": np.ones(3)})
     assert Fork(save_until_killed, folder).wait() == -signal.SIGKILL

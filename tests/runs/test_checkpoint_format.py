@@ -1,4 +1,4 @@
-"""Any tree comes back as it was; damage is found before it is used."""
+"""Any tree survives a round trip; damage is detected before anything is read."""
 
 import numpy as np
 import pytest
@@ -15,42 +15,42 @@ def is_array(value):
     return isinstance(value, np.ndarray)
 
 
-def same(a, b) -> bool:
+def are_equal(a, b) -> bool:
     if is_array(a):
         return is_array(b) and a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(are_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(are_equal, a, b))
     return type(a) is type(b) and a == b
 
 
-def test_round_trip_through_json():
+def test_a_tree_survives_a_round_trip_through_json():
     import json
 
     tree, arrays = split(TREE, is_array)
     assert set(arrays) == {"state/0/m", "state/b", "$odd/deep/0"}
-    assert same(TREE, join(json.loads(json.dumps(tree)), arrays))
+    assert are_equal(TREE, join(json.loads(json.dumps(tree)), arrays))
 
 
-def test_what_cannot_be_stored_is_named():
+def test_a_value_that_cannot_be_stored_is_named():
     with pytest.raises(TypeError, match="a/0 contains a set"):
         split({"a": [{1}]}, is_array)
 
 
-MANIFESTS = {"cut off": "{", "list": "[]", "nothing in it": "{}", "number": "7", "null": "null",
-             "names": '["state.json"]', "a file is missing": '{"state.json": [1, 2]}', "not text": b"\xff",
+MANIFESTS = {"truncated": "{", "list": "[]", "empty": "{}", "number": "7", "null": "null",
+             "names": '["state.json"]', "one file only": '{"state.json": [1, 2]}', "not utf-8": b"\xff",
              "deep": "[" * 100_000}
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "delete", *MANIFESTS])
-def test_damage_is_found(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", *MANIFESTS])
+def test_a_damaged_file_or_manifest_is_an_error(tmp_path, damage):
     (tmp_path / "state.json").write_text("{}")
     file = tmp_path / "x.safetensors"
     file.write_bytes(bytes(range(200)))
     write_manifest(tmp_path)
     check_manifest(tmp_path)
-    if damage == "cut":
+    if damage == "truncate":
         file.write_bytes(file.read_bytes()[:100])
     elif damage == "flip":
         file.write_bytes(file.read_bytes()[:-1] + b"\0")

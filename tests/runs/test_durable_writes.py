@@ -1,4 +1,4 @@
-"""What a run has written survives a power failure: contents reach the disk before the names that lead to them."""
+"""Files of a run survive a power failure: contents reach the disk before their names."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from lmmods.runs.run_files import write_bytes
 
 @pytest.fixture
 def calls(monkeypatch) -> list[int | str]:
-    """The calls of `os.fsync`, as inodes, and of `os.replace`, as new names; both do what they always do."""
+    """Calls of `os.fsync`, as inodes, and of `os.replace`, as new names; both still run."""
     calls: list[int | str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -28,13 +28,13 @@ def calls(monkeypatch) -> list[int | str]:
     return calls
 
 
-def test_a_file_gets_its_name_when_its_content_is_on_disk(calls, tmp_path):
+def test_a_file_is_renamed_after_its_content_is_on_disk(calls, tmp_path):
     path = tmp_path / "metrics.json"
     write_bytes(path, b"{}")
     assert calls[:2] == [path.stat().st_ino, "metrics.json"] and path.read_bytes() == b"{}"
 
 
-def test_a_checkpoint_gets_its_name_when_all_of_its_files_are_on_disk(calls, tmp_path):
+def test_a_checkpoint_is_renamed_after_all_its_files_are_on_disk(calls, tmp_path):
     folder = tmp_path / "step=3"
     write_checkpoint(folder, {"global_step": 3})
     renamed = calls.index("step=3")

@@ -1,4 +1,4 @@
-"""What follows a step, and in which order: as a table, and as both engines perform it."""
+"""Which events follow a step, and in which order: as a table, and as both engines perform them."""
 
 import pytest
 
@@ -10,28 +10,28 @@ from lmmods.runs.events import Event, Events, RunState
 from lmmods.runs.folder import RunFolder
 from lmmods.runs.hub_upload import Publisher
 
-# Of a run that samples, asks and saves every two steps, uploads each checkpoint, and may stop early.
+# A run that samples, evaluates and saves every two steps, uploads each checkpoint, and may stop early.
 RULES = {"checkpoint": CheckpointPolicy(every_n_steps=2), "samples": SampleWriter(["Why?"], every_n_steps=2),
          "mmlu": MMLUEvaluator("questions.csv", every_n_steps=2), "publish": Publisher("me/model", when="save"),
          "may_stop_early": True}
 AT_VALIDATION = {"mmlu": MMLUEvaluator("questions.csv")}
 UNSAVED = {"checkpoint": None}
 QUIET = {"samples": SampleWriter(), "mmlu": MMLUEvaluator(), "publish": Publisher(), "may_stop_early": False}
-# What differs from the middle of an epoch.
+# Facts that are false in the middle of an epoch.
 EPOCH, VALIDATES = {"epoch_ends": True}, {"validates": True}
 ENDS, INTERRUPTED = {"run_ends": True}, {"is_interrupted": True}
 
 
-def moment(step: int, **facts: bool) -> RunState:
+def build_state(step: int, **facts: bool) -> RunState:
     names = ("validates", "run_ends", "is_interrupted", "is_saved")
     return RunState(step, facts.get("epoch_ends", False), *(lambda name=name: facts.get(name, False) for name in names))
 
 
-def words(events) -> str:
+def join_events(events) -> str:
     return ", ".join(events)
 
 
-@pytest.mark.parametrize(("rules", "step", "facts", "due"), [
+@pytest.mark.parametrize(("rules", "step", "facts", "expected"), [
     ({}, 1, {}, "log"),
     ({}, 2, {}, "log, sample, ask, save, upload"),
     (QUIET, 2, {}, "log, save"),
@@ -51,57 +51,57 @@ def words(events) -> str:
     (UNSAVED, 2, VALIDATES, "log, sample, ask, validate, check validation"),
     (UNSAVED, 1, INTERRUPTED, "log, stop"),
 ])
-def test_after_a_step(rules, step, facts, due):
-    assert words(Events(**RULES | rules).after_step(moment(step, **facts))) == due
+def test_events_after_a_step_come_in_their_fixed_order(rules, step, facts, expected):
+    assert join_events(Events(**RULES | rules).after_step(build_state(step, **facts))) == expected
 
 
-def test_an_unfinished_step_is_abandoned():
-    """The state before it is saved, unless it is already."""
-    assert words(Events(**RULES).inside_step(moment(2))) == "save, stop"
-    assert words(Events(**RULES).inside_step(moment(2, is_saved=True))) == "stop"
-    assert words(Events(**RULES | UNSAVED).inside_step(moment(2))) == "stop"
+def test_an_interrupt_inside_a_step_saves_the_state_before_it():
+    """Save the state before the step, unless it is saved already."""
+    assert join_events(Events(**RULES).inside_step(build_state(2))) == "save, stop"
+    assert join_events(Events(**RULES).inside_step(build_state(2, is_saved=True))) == "stop"
+    assert join_events(Events(**RULES | UNSAVED).inside_step(build_state(2))) == "stop"
 
 
-@pytest.mark.parametrize(("rules", "facts", "due"), [
+@pytest.mark.parametrize(("rules", "facts", "expected"), [
     ({}, {"is_saved": True}, "sample, ask, finish, publish"),
     ({}, {}, "sample, ask, save, upload, finish, publish"),
     ({}, INTERRUPTED, "sample, ask, save, stop, finish, publish"),  # stop raises
     (UNSAVED, INTERRUPTED, "sample, ask, finish, publish"),
     (QUIET, {"is_saved": True}, "finish"),
 ])
-def test_at_the_end(rules, facts, due):
-    assert words(Events(**RULES | rules).at_end(moment(3, **facts))) == due
+def test_events_at_the_end_of_a_run(rules, facts, expected):
+    assert join_events(Events(**RULES | rules).at_end(build_state(3, **facts))) == expected
 
 
-def test_before_the_first_step():
-    assert words(Events(**RULES).at_start(resumed=False)) == "sample"
+def test_only_a_new_run_samples_before_the_first_step():
+    assert join_events(Events(**RULES).at_start(resumed=False)) == "sample"
     assert not [*Events(**RULES).at_start(resumed=True), *Events(**RULES | QUIET).at_start(resumed=False)]
 
 
-def test_each_event_may_change_what_follows():
-    """Early stopping ends the run at the end of an epoch: the run is sampled, validated and saved there."""
+def test_an_event_may_change_the_events_that_follow_it():
+    """Early stopping at an epoch's end makes this the last step, which is sampled, validated and saved."""
     ended = []
-    now = RunState(3, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
-                   is_interrupted=lambda: False, is_saved=lambda: False)
+    state = RunState(3, True, validates=lambda: bool(ended), run_ends=lambda: bool(ended),
+                     is_interrupted=lambda: False, is_saved=lambda: False)
     performed = []
-    for event in Events(**RULES).after_step(now):
+    for event in Events(**RULES).after_step(state):
         performed.append(event)
         if event is Event.CHECK_EPOCH:
             ended.append(True)
-    assert words(performed) == "log, check epoch, sample, ask, validate, check validation, rank, save, upload"
+    assert join_events(performed) == "log, check epoch, sample, ask, validate, check validation, rank, save, upload"
 
 
 @pytest.fixture
 def performed(monkeypatch) -> list[str]:
-    """What either engine does, by what it calls in the code that both share."""
+    """Events that an engine performs, by its calls of shared code."""
     from lmmods.evaluation.early_stopping import EarlyStoppingRule
     from lmmods.runs import step_metrics
 
-    seen: list[str] = []
+    events: list[str] = []
 
     def watch(owner: object, name: str, event: str) -> None:
         call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (seen.append(event), call(*args, **kwargs))[1])
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (events.append(event), call(*args, **kwargs))[1])
 
     watch(step_metrics.StepMetrics, "add", "log")
     watch(SampleWriter, "write", "sample")
@@ -111,12 +111,12 @@ def performed(monkeypatch) -> list[str]:
     watch(CheckpointPolicy, "decide", "save")
     watch(RunFolder, "write_files", "validate")
     watch(RunFolder, "complete", "finish")
-    return seen
+    return events
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_both_engines_perform_them_in_this_order(recipe, tmp_path, instructions, engine, performed):
+def test_both_engines_perform_the_events_in_this_order(recipe, tmp_path, instructions, engine, performed):
     questions = tmp_path / "questions.csv"
     questions.write_text("subject,input,output\nsums,Is it A? Answer:,A\nsums,Is it B? Answer:,B\n")
     arguments = recipe(
@@ -125,5 +125,5 @@ def test_both_engines_perform_them_in_this_order(recipe, tmp_path, instructions,
         samples={"prompts": ["Add 1 and 2."], "every_n_steps": 2, "max_new_tokens": 2},
         mmlu={"source": str(questions), "every_n_steps": 2, "max_length": 64})
     assert main(["fit", *arguments]) == 0
-    validation = "validate, check validation, rank, save"
-    assert words(performed) == f"sample, log, log, sample, ask, {validation}, log, sample, ask, {validation}, finish"
+    evaluation = "log, sample, ask, validate, check validation, rank, save"
+    assert join_events(performed) == f"sample, log, {evaluation}, {evaluation}, finish"
