@@ -1,4 +1,4 @@
-"""Publishing to the hub, against a stand-in that records what it is asked. Needs no network and no token."""
+"""Publishing to the hub, against a stand-in that records the calls. Needs no network and no token."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ TOKEN = "hf_secretOfThisTest"
 
 
 class Hub:
-    """What HfApi is asked for, in the order of the calls; `broken` names the uploads (from 0) that fail."""
+    """A stand-in for HfApi that records calls in order; `broken` contains the indices of uploads that fail."""
 
     def __init__(self):
         self.created, self.uploads = [], []
@@ -37,12 +37,12 @@ class Hub:
     def upload_folder(self, *, repo_id, folder_path, commit_message):
         if self.gate is not None:
             self.gate.wait(20)
-        number = len(self.uploads)
+        index = len(self.uploads)
         card = (Path(folder_path) / "README.md").read_text()
         self.content = b"".join(path.read_bytes() for path in Path(folder_path).rglob("*") if path.is_file())
         self.uploads.append((repo_id, commit_message, {path.name for path in Path(folder_path).iterdir()}, card))
-        if number in self.broken:
-            raise OSError(f"the connection broke\nBearer {TOKEN}" if number else f"illegal header Bearer {TOKEN}")
+        if index in self.broken:
+            raise OSError(f"the connection broke\nBearer {TOKEN}" if index else f"illegal header Bearer {TOKEN}")
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def wait_for_uploads(monkeypatch):
-    """Each upload ends before training goes on, so that none is left out."""
-    begin = Publish.upload
+    """Training waits for each upload, so that none is skipped."""
+    start_upload = Publish.upload
 
     def upload(self, *args):
-        begin(self, *args)
+        start_upload(self, *args)
         if self._upload is not None:
             self._upload.join()
 
@@ -75,35 +75,35 @@ def block(**changes) -> dict:
     return {"publish": {"repo": "someone/tiny", **changes}}
 
 
-def test_the_finished_model_is_uploaded_with_its_card(recipe, folder, hub, llama_folder, capsys):
+def test_the_finished_model_is_uploaded_with_its_card_and_no_local_path(recipe, folder, hub, llama_folder, capsys):
     assert main(["fit", *recipe(**block(license="mit"))]) == 0
     assert hub.created == [("someone/tiny", True, True)]
     [(repo, message, files, card)] = hub.uploads
     assert repo == "someone/tiny" and "6" in message
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files
     metrics = json.loads(folder.metrics_json.read_text())
-    told = huggingface_hub.ModelCard(card).data
-    assert told.license == "mit" and told.library_name == "peft" and told.pipeline_tag == "text-generation"
-    assert {result.metric_name: result.metric_value for result in told.eval_results} == {
+    metadata = huggingface_hub.ModelCard(card).data
+    assert metadata.license == "mit" and metadata.library_name == "peft" and metadata.pipeline_tag == "text-generation"
+    assert {result.metric_name: result.metric_value for result in metadata.eval_results} == {
         name: value for name, value in metrics.items() if name.startswith("val/")}
     assert 'name = "someone/tiny"' in card
-    # nothing that is uploaded names a place on this machine, and the folder that stays still finds its base
+    # no uploaded file contains a local path, and the local folder still finds its base
     assert str(llama_folder).encode() not in hub.content and str(folder.root).encode() not in hub.content
-    kept = json.loads((folder.model / "adapter_config.json").read_text())
-    assert kept["base_model_name_or_path"] == str(llama_folder)
+    local_config = json.loads((folder.model / "adapter_config.json").read_text())
+    assert local_config["base_model_name_or_path"] == str(llama_folder)
     assert not list(folder.root.glob(".upload-*"))
     assert "Uploaded" in capsys.readouterr().out
 
 
-def scores(folder: RunFolder) -> dict[str, list[tuple]]:
-    """Scores by file, as the hub's library reads them."""
+def read_scores(folder: RunFolder) -> dict[str, list[tuple]]:
+    """Read the scores of each file with the hub's library."""
     return {path.name: [(entry.dataset_id, entry.dataset_revision, entry.task_id, entry.value, entry.notes)
                         for entry in huggingface_hub.parse_eval_result_entries(yaml.safe_load(path.read_text()))]
             for path in (folder.model / ".eval_results").iterdir()}
 
 
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_scores_on_benchmarks_are_uploaded_beside_the_model(recipe, folder, hub, capsys, instructions, engine):
+def test_benchmark_scores_are_uploaded_with_the_model(recipe, folder, hub, capsys, instructions, engine):
     named = [{"metric": "val/loss", "dataset": "some/bench", "task": "first", "scale": 100.0, "notes": "no tools"},
              {"metric": "test/loss", "dataset": "some/bench", "task": "second", "revision": "abc"},
              {"metric": "eval/mine/acc", "dataset": "other/bench", "task": "mine"},
@@ -112,22 +112,22 @@ def test_scores_on_benchmarks_are_uploaded_beside_the_model(recipe, folder, hub,
     arguments = recipe(engine=engine, data__init_args__test_source=str(instructions), **block(eval_results=named))
     assert main(["fit", *arguments]) == 0
     loss = json.loads(folder.metrics_json.read_text())["val/loss"]
-    assert scores(folder) == {"some--bench.yaml": [("some/bench", None, "first", loss * 100, "no tools")]}
+    assert read_scores(folder) == {"some--bench.yaml": [("some/bench", None, "first", loss * 100, "no tools")]}
     assert "dataset:\n    id: some/bench" in hub.content.decode(errors="ignore")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "val/loos is not a metric of this run, so no score on other/bench is written" in said
-    assert "eval/mine" not in said and "test/loos" not in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "val/loos is not a metric of this run, so no score on other/bench is written" in output
+    assert "eval/mine" not in output and "test/loos" not in output
     assert main(["test", *arguments, "--ckpt_path", "last"]) == 0
     assert "test/loos is not a metric of this run" in capsys.readouterr().out
-    tested = json.loads(folder.metrics_json.read_text())["test/loss"]
-    assert scores(folder)["some--bench.yaml"][1] == ("some/bench", "abc", "second", tested, None)
+    test_loss = json.loads(folder.metrics_json.read_text())["test/loss"]
+    assert read_scores(folder)["some--bench.yaml"][1] == ("some/bench", "abc", "second", test_loss, None)
     folder.merge_metrics({"eval/mine/acc": 0.5})  # as the command evaluate does
-    assert scores(folder)["other--bench.yaml"] == [("other/bench", None, "mine", 0.5, None)]
+    assert read_scores(folder)["other--bench.yaml"] == [("other/bench", None, "mine", 0.5, None)]
     capsys.readouterr()
     assert main(["verify", str(folder.root)]) == 0 and "of no run" not in capsys.readouterr().out
 
 
-def test_each_checkpoint_is_uploaded_and_training_does_not_feel_it(recipe, folder, hub, tmp_path, wait_for_uploads):
+def test_every_checkpoint_is_uploaded_and_training_keeps_its_bits(recipe, folder, hub, tmp_path, wait_for_uploads):
     changes = {"model__init_args__save_dtype": "bfloat16"}  # rounds the exported weights, not those in training
     assert main(["fit", *recipe(**block(when="save"), **changes)]) == 0
     assert [message for _, message, _, _ in hub.uploads] == [
@@ -141,26 +141,26 @@ def test_each_checkpoint_is_uploaded_and_training_does_not_feel_it(recipe, folde
         assert all((weights[name] == tensor).all() for name, tensor in expected.items())
 
 
-def test_failed_uploads_are_reported_once_and_training_goes_on(recipe, folder, hub, capsys, wait_for_uploads):
+def test_failed_uploads_are_reported_once_and_training_continues(recipe, folder, hub, capsys, wait_for_uploads):
     hub.broken = {0, 1}
     assert main(["fit", *recipe(**block(when="save"))]) == 0
-    said = capsys.readouterr()
-    assert said.out.count("warning: The upload of step 2") == 1 and "The upload of step 4" not in said.out
+    output = capsys.readouterr()
+    assert output.out.count("warning: The upload of step 2") == 1 and "The upload of step 4" not in output.out
     assert len(hub.uploads) == 4 and folder.completed.exists()
     written = "".join(path.read_text(errors="ignore") for path in folder.root.rglob("*") if path.is_file())
-    assert TOKEN not in said.out + said.err + written and "***" in said.out
+    assert TOKEN not in output.out + output.err + written and "***" in output.out
 
 
-def test_a_failed_last_upload_is_an_error_after_all_is_saved(recipe, folder, hub, capsys):
+def test_a_failed_last_upload_is_an_error_after_the_model_is_saved(recipe, folder, hub, capsys):
     hub.broken = {0}
     assert main(["fit", *recipe(**block())]) == 2
-    said = capsys.readouterr().err
-    assert f"hf upload someone/tiny {folder.model}" in said and TOKEN not in said
+    error = capsys.readouterr().err
+    assert f"hf upload someone/tiny {folder.model}" in error and TOKEN not in error
     assert folder.completed.exists() and (folder.model / "adapter_model.safetensors").exists()
     assert folder.names()[-1] == "step=6"
 
 
-def test_a_slow_upload_leaves_the_next_one_out(recipe, hub, capsys, monkeypatch):
+def test_a_slow_upload_skips_the_next_one(recipe, hub, capsys, monkeypatch):
     hub.gate = threading.Event()  # opens after the last step
     monkeypatch.setattr(Publish, "on_train_end", lambda *_: hub.gate.set())
     assert main(["fit", *recipe(**block(when="save"))]) == 0
@@ -173,21 +173,21 @@ def test_a_slow_upload_leaves_the_next_one_out(recipe, hub, capsys, monkeypatch)
     (lambda hub, patch: patch.setattr(hub, "down", True), "no route to the hub"),
     (lambda hub, patch: patch.setattr(hub, "private", False), "someone/tiny exists and is public"),
 ])
-def test_what_cannot_be_published_is_refused_before_training(recipe, folder, hub, monkeypatch, capsys, break_it,
-                                                             message):
+def test_a_run_that_cannot_be_published_is_rejected_before_training(recipe, folder, hub, monkeypatch, capsys, break_it,
+                                                                    message):
     break_it(hub, monkeypatch)
     assert main(["fit", *recipe(**block())]) == 2
     assert message in capsys.readouterr().err
     assert not folder.root.exists() and not hub.uploads
 
 
-def test_a_token_in_the_recipe_is_refused_and_not_repeated(recipe, folder, hub, capsys):
+def test_a_token_in_the_recipe_is_rejected_and_not_printed(recipe, folder, hub, capsys):
     assert main(["fit", *recipe(**block(token=TOKEN))]) == 2
-    said = capsys.readouterr()
-    assert "token" in said.err and TOKEN not in said.out + said.err
+    output = capsys.readouterr()
+    assert "token" in output.err and TOKEN not in output.out + output.err
 
 
-def test_without_a_repository_the_hub_is_left_alone(recipe, folder, monkeypatch):
+def test_without_a_repository_the_hub_is_not_called(recipe, folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", None)
     assert main(["fit", *recipe()]) == 0
     assert main(["validate", *recipe("other.yaml", **block()), "--ckpt_path", "last"]) == 0
@@ -197,7 +197,7 @@ def test_without_a_repository_the_hub_is_left_alone(recipe, folder, monkeypatch)
     ({"repo": "no-user"}, "publish.repo is no-user"), ({"repo": "a/b/c"}, "publish.repo"),
     ({"license": "mit"}, "publish.license"),
 ])
-def test_settings_that_make_no_sense(settings, message):
+def test_invalid_publish_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         Publish(**settings)
 
@@ -208,6 +208,6 @@ def test_settings_that_make_no_sense(settings, message):
     ({"task": " "}, "publish.eval_results.task is ' '"),
     ({"scale": 0.0}, "publish.eval_results.scale is 0"),
 ])
-def test_scores_that_make_no_sense(changes, message):
+def test_invalid_benchmark_scores_are_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         BenchmarkScore(**{"metric": "val/loss", "dataset": "a/b", "task": "c", **changes})

@@ -1,4 +1,4 @@
-"""The run folder: who may start, what resume finds, what is deleted."""
+"""The run folder: when a run may start, which checkpoint a resume uses, what is deleted."""
 
 import os
 
@@ -14,50 +14,50 @@ def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def fill(folder: RunFolder, *names: str) -> None:
-    """As a run of the version before leaves it: no list of its files."""
+def write_checkpoints(folder: RunFolder, *names: str) -> None:
+    """Write checkpoints as the previous version did, without a list of the run's files."""
     for name in names:
         write_text(folder.checkpoint(name) / "state.json", "{}")
         write_manifest(folder.checkpoint(name))
     write_text(folder.config, "a: 1\n")
 
 
-def test_fresh_folder_may_start_and_stays_untouched(folder):
+def test_a_run_may_start_in_a_new_folder_without_creating_it(folder):
     folder.check_can_start(overwrite=False)
     assert not folder.root.exists()
 
 
-def test_unfinished_run_asks_for_resume_or_overwrite(folder):
-    fill(folder, "step=5")
+def test_a_folder_with_an_unfinished_run_needs_resume_or_overwrite(folder):
+    write_checkpoints(folder, "step=5")
     with pytest.raises(UserError, match=r"unfinished run \(step=5\).*--ckpt_path last.*--overwrite true"):
         folder.check_can_start(overwrite=False)
     folder.check_can_start(overwrite=True)
 
 
-def test_finished_run_is_not_overwritten_by_accident(folder):
-    fill(folder, "step=5")
+def test_a_finished_run_is_not_overwritten_by_default(folder):
+    write_checkpoints(folder, "step=5")
     folder.completed.touch()
     with pytest.raises(UserError, match="finished run"):
         folder.check_can_start(overwrite=False)
 
 
-def test_begin_deletes_the_old_run_and_nothing_else(folder):
-    fill(folder, "step=5")
+def test_a_new_run_deletes_the_old_run_and_nothing_else(folder):
+    write_checkpoints(folder, "step=5")
     (folder.root / "notes.txt").write_text("mine")
     folder.begin(None)
     assert {p.name for p in folder.root.iterdir()} == {".run-files.json", "notes.txt"}
 
 
-def test_checkpoints_are_ordered_by_position_not_by_name(folder):
-    fill(folder, "step=10", "step=9", "step=10+3", "step=100")
+def test_checkpoints_are_ordered_by_step_not_by_name(folder):
+    write_checkpoints(folder, "step=10", "step=9", "step=10+3", "step=100")
     assert folder.names() == ["step=9", "step=10", "step=10+3", "step=100"]
     assert folder.find("last").name == "step=100"
     assert folder.find("best") is None
 
 
-def test_last_is_the_newest_wherever_its_link_points(folder):
-    """A run may die when a checkpoint stands and before the link is set on it."""
-    fill(folder, "step=5", "step=7")
+def test_last_is_the_newest_checkpoint_wherever_its_link_points(folder):
+    """A run may be killed after committing a checkpoint and before moving the link to it."""
+    write_checkpoints(folder, "step=5", "step=7")
     folder.point("last", folder.checkpoint("step=5"))
     assert folder.resolve("last").name == "step=7"
     folder.point("last", folder.checkpoint("step=8"))
@@ -68,8 +68,8 @@ def test_last_is_the_newest_wherever_its_link_points(folder):
         folder.resolve("6")
 
 
-def test_resume_behind_later_checkpoints_needs_overwrite(folder):
-    fill(folder, "step=5", "step=7")
+def test_a_resume_before_later_checkpoints_needs_overwrite(folder):
+    write_checkpoints(folder, "step=5", "step=7")
     (folder.checkpoints / ".step=9-123").mkdir()
     with pytest.raises(UserError, match="step=7"):
         folder.check_can_resume(folder.checkpoint("step=5"), overwrite=False)
@@ -79,29 +79,29 @@ def test_resume_behind_later_checkpoints_needs_overwrite(folder):
     assert folder.config.exists()
 
 
-def test_resume_into_another_run_is_refused(folder, tmp_path):
+def test_a_resume_into_the_folder_of_another_run_is_rejected(folder, tmp_path):
     other = RunFolder(tmp_path / "other")
-    fill(other, "step=3")
+    write_checkpoints(other, "step=3")
     folder.check_can_resume(other.checkpoint("step=3"), overwrite=False)
-    fill(folder, "step=5")
+    write_checkpoints(folder, "step=5")
     with pytest.raises(UserError, match="unfinished run"):
         folder.check_can_resume(other.checkpoint("step=3"), overwrite=False)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_folder_is_named(tmp_path):
+def test_an_unwritable_folder_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
         RunFolder(tmp_path / "run").check_can_start(overwrite=False)
 
 
-def test_root_that_is_a_file_is_refused(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         RunFolder(tmp_path / "file" / "run").check_can_start(overwrite=False)
 
 
-def test_commit_replaces_a_folder_whole(tmp_path):
+def test_a_commit_replaces_the_whole_folder(tmp_path):
     for name, text in (("new", "2"), ("final", "1")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text(text)

@@ -1,4 +1,4 @@
-"""Trackio's own store holds the numbers of metrics.csv, one run across a resume."""
+"""Trackio's store has the numbers of metrics.csv, as one run across a resume."""
 
 import csv
 import json
@@ -17,12 +17,12 @@ TRACKIO = [{"class_path": "TrackioLogger", "init_args": {"project": "tests"}}]
 
 @pytest.fixture
 def store(monkeypatch, tmp_path):
-    """A function that reads a project as Trackio does, in a process that knows nothing of the test's."""
+    """A function that reads a project with Trackio in a separate process."""
     pytest.importorskip("trackio")
-    import trackio  # noqa: F401 - its modules are looked through below
+    import trackio  # noqa: F401 - the loop below patches its modules
 
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
-    for name, module in list(sys.modules.items()):  # the folder is a constant in several of its modules
+    for name, module in list(sys.modules.items()):  # several of its modules have the folder as a constant
         if name.split(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "store")
 
@@ -36,7 +36,7 @@ def store(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
-def test_a_run_is_one_run_with_the_numbers_of_metrics_csv(engine, recipe, tmp_path, store, capsys):
+def test_a_resumed_run_is_one_trackio_run_with_the_numbers_of_metrics_csv(engine, recipe, tmp_path, store, capsys):
     options = [*recipe(trainer__logger=TRACKIO, model__init_args__quantize=None), "--engine", engine]
     if engine == "torch":
         assert main(["fit", *options, "--stop_at", "2"]) == 0
@@ -63,12 +63,12 @@ def test_nan_and_infinity_are_logged(store):
     assert math.isnan(entry["a"]) and math.isinf(entry["b"]) and entry["c"] == 0.1
 
 
-def test_a_project_that_trackio_refuses_is_an_error_of_the_recipe(store):
+def test_a_project_name_that_trackio_rejects_is_an_error(store):
     with pytest.raises(UserError, match="trackio cannot start a run"):
         TrackioLogger("registry-a", "run").log_metrics({"a": 1.0}, step=1)
 
 
-def test_without_the_package_it_is_said_how_to_install_it(monkeypatch):
+def test_without_trackio_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"needs trackio .*\[trackio\]"):
         TrackioLogger().log_metrics({"a": 1.0}, step=1)
