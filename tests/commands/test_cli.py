@@ -1,4 +1,4 @@
-"""The commands as a user types them: what they write, and what they say when something is wrong."""
+"""The commands as a user types them: what they write, and which errors they print."""
 
 import json
 import re
@@ -26,15 +26,15 @@ def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def ids() -> torch.Tensor:
+def sample_ids() -> torch.Tensor:
     return torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
-# What a run leaves ------------------------------------------------------------------------------------------------
+# What a run writes ------------------------------------------------------------------------------------------------
 
 
 def test_fit_writes_the_whole_run_folder(recipe, tmp_path, llama_folder, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)  # here the picture is drawn
+    monkeypatch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)  # plot for real in this test
     assert main(["fit", *recipe()]) == 0
     folder = RunFolder(tmp_path / "run")
     assert {p.name for p in folder.root.iterdir()} == {
@@ -51,10 +51,10 @@ def test_fit_writes_the_whole_run_folder(recipe, tmp_path, llama_folder, monkeyp
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
     base = AutoModelForCausalLM.from_pretrained(llama_folder)
     base.resize_token_embeddings(len(tokenizer))
-    assert torch.isfinite(PeftModel.from_pretrained(base, folder.model)(ids()).logits).all()
+    assert torch.isfinite(PeftModel.from_pretrained(base, folder.model)(sample_ids()).logits).all()
 
 
-def test_config_yaml_repeats_the_run(finished, tmp_path):
+def test_a_run_of_config_yaml_has_the_same_losses(finished, tmp_path):
     folder = finished()
     again = tmp_path / "again"
     assert main(["fit", "--config", str(folder.config), "--trainer.default_root_dir", str(again)]) == 0
@@ -63,7 +63,7 @@ def test_config_yaml_repeats_the_run(finished, tmp_path):
     assert [line.split(",")[column] for line in first] == [line.split(",")[column] for line in second]
 
 
-def test_evaluation_and_prediction_of_a_run(finished):
+def test_validate_repeats_the_loss_of_a_run_and_predict_writes_answers(finished):
     folder = finished("run")
     trained = json.loads(folder.metrics_json.read_text())
     config = ["--config", str(folder.config), "--ckpt_path", "last"]
@@ -79,7 +79,7 @@ def test_evaluation_and_prediction_of_a_run(finished):
 
 
 @pytest.mark.slow
-def test_evaluation_does_not_depend_on_the_batch_size(recipe, folder):
+def test_the_validation_loss_does_not_depend_on_the_batch_size(recipe, folder):
     assert main(["fit", *recipe(trainer__max_steps=2, trainer__val_check_interval=2)]) == 0
     losses = []
     for size in (1, 3, 4):
@@ -90,7 +90,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(recipe, folder):
 
 
 def test_greedy_predictions_equal_those_of_transformers(recipe, folder, llama_folder):
-    """Batched, left-padded generation against one prompt at a time."""
+    """Batched, left-padded generation gives the answers of one prompt at a time."""
     assert main(["fit", *recipe(model__init_args__quantize=None)]) == 0
     assert main(["predict", "--config", str(folder.config), "--ckpt_path", "last"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
@@ -99,8 +99,8 @@ def test_greedy_predictions_equal_those_of_transformers(recipe, folder, llama_fo
     model = PeftModel.from_pretrained(base, folder.model).eval()
     for line in folder.predictions.read_text().splitlines():
         row = json.loads(line)
-        cut = len(row["prediction_with_input"]) - len(row["prediction_with_input"].split("### Response:")[1])
-        prompt = tokenizer(row["prediction_with_input"][:cut], return_tensors="pt")
+        prompt_length = len(row["prediction_with_input"]) - len(row["prediction_with_input"].split("### Response:")[1])
+        prompt = tokenizer(row["prediction_with_input"][:prompt_length], return_tensors="pt")
         output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True)
         assert row["prediction"] == answer.strip()
@@ -118,7 +118,7 @@ def test_greedy_predictions_equal_those_of_transformers(recipe, folder, llama_fo
     {"model__init_args__optimizer": {"name": "paged_adamw_8bit", "lr": 0.01, "schedule": "wsd"}},
     {"model__init_args__optimizer": {"name": "lion", "lr": 0.001}},
 ], ids=lambda changes: "-".join(str(value)[:24] for value in changes.values()))
-def test_every_way_of_tuning_learns(recipe, folder, changes):
+def test_every_training_method_lowers_the_loss(recipe, folder, changes):
     assert main(["fit", *recipe(**{"trainer__max_steps": 12, "trainer__limit_val_batches": 0, **changes})]) == 0
     lines = folder.metrics_csv.read_text().splitlines()
     column = lines[0].split(",").index("train/loss")
@@ -126,10 +126,10 @@ def test_every_way_of_tuning_learns(recipe, folder, changes):
     assert sum(losses[-3:]) < sum(losses[:3])
     if (changes.get("model__init_args__lora", 1)) is None:
         model = AutoModelForCausalLM.from_pretrained(folder.model)
-        assert torch.isfinite(model(ids()).logits).all()
+        assert torch.isfinite(model(sample_ids()).logits).all()
 
 
-def test_an_adapter_goes_on_in_another_run(recipe, finished, tmp_path):
+def test_an_adapter_is_trained_further_in_another_run(recipe, finished, tmp_path):
     folder = finished()
     second = recipe("second.yaml", model__init_args__lora=None, model__init_args__adapter=str(folder.model),
                     trainer__default_root_dir=str(tmp_path / "second"))
@@ -142,13 +142,13 @@ def test_an_adapter_goes_on_in_another_run(recipe, finished, tmp_path):
 @pytest.mark.parametrize("changes", [{}, *(pytest.param({
     "model__init_args__quantize": kind, "model__init_args__lora": {"rank": 4, "dropout": 0.1, "dora": True}},
     marks=pytest.mark.slow) for kind in ("nf4", "int8"))], ids=["nf4", "nf4-dora", "int8-dora"])
-def test_merge_equals_the_adapter(recipe, folder, tmp_path, capsys, changes):
+def test_a_merged_model_equals_the_adapter_on_its_base(recipe, folder, tmp_path, capsys, changes):
     assert main(["fit", *recipe(**changes, trainer__max_steps=4)]) == 0
     out = tmp_path / "merged"
     assert main(["merge", "--run", str(folder.root), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "dequantized" in said and "original" in said
-    assert float(said.split("* dequantized")[1].split()[0]) < 1e-4  # of the largest logit
+    output = capsys.readouterr().out
+    assert "dequantized" in output and "original" in output
+    assert float(output.split("* dequantized")[1].split()[0]) < 1e-4  # relative to the largest logit
     merged = AutoModelForCausalLM.from_pretrained(out).eval()
     assert not any("lora" in name for name in merged.state_dict())
     assert len(AutoTokenizer.from_pretrained(out)) <= merged.config.vocab_size
@@ -168,38 +168,39 @@ def test_merge_does_not_suffer_from_repacked_weights(finished):
     assert _measure_distance(_merge_adapter(run, "dequantized", "float32"), reference).largest < 1e-4
 
 
-def test_inspect_shows_what_is_scored_and_trains_nothing(recipe, folder, capsys):
+def test_inspect_shows_the_loss_mask_sizes_and_memory_without_training(recipe, folder, capsys):
     assert main(["inspect", *recipe(), "--rows", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("--- row") == 2 and "[[" in said and "</s>]]" in said
-    places = [said.index(part) for part in ("rows read", "training rows by length", "--- row", "Parameters:",
-                                            "Trains: a LoRA adapter of rank 4 on all-linear, over ", "Memory: about")]
-    assert places == sorted(places) and "quantize: nf4" not in said
+    output = capsys.readouterr().out
+    assert output.count("--- row") == 2 and "[[" in output and "</s>]]" in output
+    positions = [output.index(part) for part in (
+        "rows read", "training rows by length", "--- row", "Parameters:",
+        "Trains: a LoRA adapter of rank 4 on all-linear, over ", "Memory: about")]
+    assert positions == sorted(positions) and "quantize: nf4" not in output
     assert not folder.root.exists()
-    assert said.count("prompt: same tokens as apply_chat_template(add_generation_prompt=True)") == 2
+    assert output.count("prompt: same tokens as apply_chat_template(add_generation_prompt=True)") == 2
     assert main(["inspect", *recipe(), "--which", "[7, 2]", "--recipe", "true"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("--- row") == 2
-    filled = yaml.safe_load(said[said.index("engine: torch"):])
-    assert filled["trainer"]["accumulate_grad_batches"] == 1 and filled["trainer"]["num_sanity_val_steps"] == 0
-    data, model = (filled[block]["init_args"] for block in ("data", "model"))
+    output = capsys.readouterr().out
+    assert output.count("--- row") == 2
+    resolved = yaml.safe_load(output[output.index("engine: torch"):])
+    assert resolved["trainer"]["accumulate_grad_batches"] == 1 and resolved["trainer"]["num_sanity_val_steps"] == 0
+    data, model = (resolved[block]["init_args"] for block in ("data", "model"))
     assert data["tokenizer"] == model["pretrained"] and (data["seed"], data["eval_batch_size"]) == (7, 4)
-    assert model["quantize"] == "nf4" and not filled.keys() & {"rows", "which", "recipe"}
+    assert model["quantize"] == "nf4" and not resolved.keys() & {"rows", "which", "recipe"}
     assert main(["inspect", *recipe(), "--which", "[99]"]) == 2
     assert "row 99 does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["12345e67", "1e5", "1.5e3", "-2_0E-7", "0x1f", "12", "true", "1:30"])
-def test_texts_that_look_like_something_else_stay_texts(recipe, capsys, text):
+@pytest.mark.parametrize("string", ["12345e67", "1e5", "1.5e3", "-2_0E-7", "0x1f", "12", "true", "1:30"])
+def test_strings_that_look_like_numbers_stay_strings(recipe, capsys, string):
     """A commit, a branch or an id may be `12345e67`."""
-    assert main(["fit", *recipe(), f"--model.revision={text}", "--print_config"]) == 0
+    assert main(["fit", *recipe(), f"--model.revision={string}", "--print_config"]) == 0
     printed = capsys.readouterr().out
     for read in (yaml.safe_load, lambda written: plain(read_value(written))):
-        assert read(printed)["model"]["init_args"]["revision"] == text
-        assert read(as_yaml({text: text})) == {text: text}
+        assert read(printed)["model"]["init_args"]["revision"] == string
+        assert read(as_yaml({string: string})) == {string: string}
 
 
-def test_print_config_is_a_recipe(recipe, capsys):
+def test_print_config_prints_the_resolved_recipe(recipe, capsys):
     logger = ["--trainer.logger", "WandbLogger", "--trainer.logger.project", "mine"]
     assert main(["fit", *recipe(), "--trainer.max_steps", "3", *logger, "--print_config"]) == 0
     content = yaml.safe_load(capsys.readouterr().out)
@@ -208,7 +209,7 @@ def test_print_config_is_a_recipe(recipe, capsys):
     assert content["trainer"]["max_steps"] == 3 and content["model"]["init_args"]["lora"]["rank"] == 4
 
 
-def test_print_config_leaves_out_what_it_is_told_to(recipe, capsys):
+def test_print_config_skips_defaults_and_nulls_on_request(recipe, capsys):
     assert main(["fit", *recipe(), "--print_config=skip_default,skip_null"]) == 0
     printed = capsys.readouterr().out
     content = yaml.safe_load(printed)
@@ -219,7 +220,7 @@ def test_print_config_leaves_out_what_it_is_told_to(recipe, capsys):
     assert "must be skip_null or skip_default" in capsys.readouterr().err
 
 
-def test_layers_and_overrides(recipe, tmp_path, capsys):
+def test_later_files_and_options_override_earlier_ones(recipe, tmp_path, capsys):
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text("trainer: {max_steps: 9}\nmodel: {init_args: {optimizer: {lr: 0.5}}}\n")
     assert main(["fit", *recipe(), "--config", str(overlay), "--model.optimizer.weight_decay", "0.1",
@@ -231,7 +232,7 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
     assert content["model"]["init_args"]["lora"]["rank"] == 4
 
 
-# What a user gets wrong ---------------------------------------------------------------------------------------------
+# Mistakes of a user -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("changes", "extra", "message"), [
@@ -268,12 +269,12 @@ def test_layers_and_overrides(recipe, tmp_path, capsys):
     ({}, ["--trainer.max_stepz", "4"], r"max_stepz.*Did you mean.*max_steps"),
     ({}, ["--config", "no/such.yaml"], r"no/such\.yaml"),
 ])
-def test_each_mistake_is_one_message(recipe, folder, capsys, changes, extra, message):
+def test_every_mistake_in_a_recipe_is_one_message(recipe, folder, capsys, changes, extra, message):
     assert main(["fit", *recipe(**changes), *extra]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said
-    assert re.search(message, said, re.DOTALL), said
-    assert len(said.strip().splitlines()) <= 3, said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    assert re.search(message, error, re.DOTALL), error
+    assert len(error.strip().splitlines()) <= 3, error
     if "monitor" not in str(changes):
         assert not folder.root.exists()
 
@@ -284,15 +285,15 @@ def test_each_mistake_is_one_message(recipe, folder, capsys, changes, extra, mes
     ("columns.jsonl", '{"text_a": "a", "text_b": "b"}\n', r"text_a"),
     ("quotes.csv", 'instruction,input,output\na,"b,c\nd,e,f\n', r"quotes\.csv:2"),
 ])
-def test_bad_data_are_reported_with_file_and_line(recipe, folder, tmp_path, capsys, name, content, message):
+def test_invalid_data_is_reported_with_file_and_line(recipe, folder, tmp_path, capsys, name, content, message):
     (tmp_path / name).write_text(content)
     assert main(["fit", *recipe(data__init_args__source=str(tmp_path / name), data__init_args__val_size=0)]) == 2
-    said = capsys.readouterr().err
-    assert re.search(message, said), said
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
     assert not folder.root.exists()
 
 
-def test_folder_without_tokenizer(recipe, folder, llama_folder, tmp_path, capsys):
+def test_a_model_folder_without_a_tokenizer_is_an_error(recipe, folder, llama_folder, tmp_path, capsys):
     import shutil
 
     bare = shutil.copytree(llama_folder, tmp_path / "bare")
@@ -303,7 +304,7 @@ def test_folder_without_tokenizer(recipe, folder, llama_folder, tmp_path, capsys
     assert not folder.root.exists()
 
 
-def test_damaged_checkpoint(recipe, finished, capsys):
+def test_a_damaged_checkpoint_is_an_error_and_changes_nothing(recipe, finished, capsys):
     folder = finished("run", trainer__max_steps=2)
     file = folder.resolve("last") / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -313,15 +314,15 @@ def test_damaged_checkpoint(recipe, finished, capsys):
     assert folder.metrics_csv.read_text() == before
 
 
-def test_checkpoint_of_another_model(recipe, finished, capsys):
+def test_a_checkpoint_of_another_adapter_is_rejected(recipe, finished, capsys):
     finished("run", trainer__max_steps=2)
     other = recipe(model__init_args__lora={"rank": 4, "targets": ["q_proj"]})
     assert main(["fit", *other, "--ckpt_path", "last"]) == 2
-    said = capsys.readouterr().err
-    assert "belongs to another run" in said and "model.lora.targets" in said
+    error = capsys.readouterr().err
+    assert "belongs to another run" in error and "model.lora.targets" in error
 
 
-def test_second_fit_in_a_folder_asks(recipe, finished, capsys):
+def test_a_second_fit_in_a_folder_needs_overwrite_or_resume(recipe, finished, capsys):
     folder = finished("run", trainer__max_steps=2)
     assert main(["fit", *recipe()]) == 2
     assert "--overwrite true" in capsys.readouterr().err
@@ -332,12 +333,12 @@ def test_second_fit_in_a_folder_asks(recipe, finished, capsys):
     assert json.loads(folder.metrics_json.read_text())["trainer/global_step"] == 3
 
 
-def test_loss_that_is_not_a_number_stops_the_run(recipe, folder, capsys):
+def test_a_loss_that_is_not_finite_stops_the_run_before_a_checkpoint(recipe, folder, capsys):
     changes = {"model__init_args__optimizer": {"name": "sgd", "lr": 1e30}, "checkpoint": {"every_n_steps": 1},
                "trainer__limit_val_batches": 0}
     assert main(["fit", *recipe(**changes)]) == 2
-    said = capsys.readouterr().err
-    assert "loss is nan" in said or "loss is inf" in said
+    error = capsys.readouterr().err
+    assert "loss is nan" in error or "loss is inf" in error
     from safetensors.torch import load_file
 
     for name in folder.names():
@@ -347,39 +348,39 @@ def test_loss_that_is_not_a_number_stops_the_run(recipe, folder, capsys):
 
 
 def test_help_lists_every_command_with_its_group(capsys):
-    for words in (["--help"], ["-h"], ["help"]):
-        assert main(words) == 0
-        said = capsys.readouterr().out
+    for arguments in (["--help"], ["-h"], ["help"]):
+        assert main(arguments) == 0
+        output = capsys.readouterr().out
         for name, command in COMMANDS.items():
-            assert re.search(rf"^{GROUPS[command.group]}:(\n  .*)*\n  {name} +{re.escape(command.line)}$", said, re.M)
+            assert re.search(rf"^{GROUPS[command.group]}:(\n  .*)*\n  {name} +{re.escape(command.line)}$", output, re.M)
     assert main([]) == 2
     assert COMMANDS["fit"].line in capsys.readouterr().err
 
 
-def told(capsys, arguments: list[str], pattern: str, lines: int | None = 1) -> None:
+def assert_error(capsys, arguments: list[str], pattern: str, lines: int | None = 1) -> None:
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and lines in (None, said.count("\n")) and re.search(pattern, said, re.S), said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and lines in (None, error.count("\n")) and re.search(pattern, error, re.S), error
 
 
-def test_a_command_that_is_none(capsys):
-    told(capsys, ["fitt"], r"Unknown command 'fitt'\. Did you mean fit\?")
-    for words in (["--"], ["-c"], ["--config", "configs/clm.yaml"], ["--engine", "jax"]):
-        assert main(words) == 2
+def test_an_unknown_or_missing_command_is_an_error(capsys):
+    assert_error(capsys, ["fitt"], r"Unknown command 'fitt'\. Did you mean fit\?")
+    for arguments in (["--"], ["-c"], ["--config", "configs/clm.yaml"], ["--engine", "jax"]):
+        assert main(arguments) == 2
         assert capsys.readouterr().err.startswith("error: A command is missing.\n\nusage: ")
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"recipes", "doctor"}))  # which need nothing
-def test_a_command_without_options(name, capsys, monkeypatch):
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"recipes", "doctor"}))  # these work without options
+def test_a_command_without_options_says_what_it_needs(name, capsys, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     example = re.escape(f"For example: python train.py {name} {COMMANDS[name].example}\n")
     missing = rf"^error: ({name} needs a recipe\.|.* is missing[:.] .*)[ \n]+{example}"
-    told(capsys, [name], {"chat": "chat needs --run RUN", "dashboard": "dashboard needs a W&B account",
-                          "sweep": "sweep: nothing varies"}.get(name, missing), None)
+    assert_error(capsys, [name], {"chat": "chat needs --run RUN", "dashboard": "dashboard needs a W&B account",
+                                  "sweep": "sweep: nothing varies"}.get(name, missing), None)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in COMMANDS if COMMANDS[name].example))
-def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
+def test_the_example_of_every_command_parses(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     words = COMMANDS[name].example.split()
     if name in RECIPE_COMMANDS:
@@ -400,12 +401,12 @@ def test_examples_of_commands_have_all_that_is_needed(name, monkeypatch):
     ("--config configs/clm.yaml fit", r"The command must come first. Use python train\.py fit …"),
     ("fit --config configs/clm.yaml -- --trainer.max_steps 3", r"-- ends the options"),
 ])
-def test_what_is_left_out_or_misplaced(words, pattern, capsys, monkeypatch):
+def test_a_missing_or_misplaced_argument_is_an_error(words, pattern, capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    told(capsys, words.split(), pattern)
+    assert_error(capsys, words.split(), pattern)
 
 
-def test_of_an_option_given_twice_the_last_counts(recipe, capsys):
+def test_the_last_value_of_a_repeated_option_counts(recipe, capsys):
     assert main(["fit", *recipe(), "--trainer.max_steps", "3", "--trainer.max_steps=7", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 7
 
@@ -427,8 +428,8 @@ def test_added_tokens_train_with_the_adapter_and_survive_the_merge(recipe, folde
 
 
 @pytest.mark.slow
-def test_packing_changes_no_loss(recipe, folder):
-    """Packed and padded rows hold the same tokens, so evaluation says the same."""
+def test_packing_does_not_change_the_validation_loss(recipe, folder):
+    """Packed and padded rows have the same tokens, so the validation loss is the same."""
     changes = {"trainer__max_steps": 2, "trainer__val_check_interval": 2, "data__init_args__val_size": 12}
     assert main(["fit", *recipe(**changes)]) == 0
     losses = []
@@ -441,7 +442,7 @@ def test_packing_changes_no_loss(recipe, folder):
     assert packed.completed.exists()
 
 
-def test_output_that_nobody_reads_ends_the_program_quietly():
+def test_a_closed_output_pipe_ends_the_program_silently():
     program = subprocess.Popen([sys.executable, "train.py", "--help"], cwd=Path(__file__).parents[2],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     program.stdout.close()

@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, says how it is run, and names files that exist."""
+"""Every shipped recipe parses, documents its command, and is listed by `recipes`."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ RECIPES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.s
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_complete(path, monkeypatch, capsys):
+def test_every_recipe_has_a_command_a_run_folder_and_a_wandb_logger(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     comment = path.read_text().split("engine:")[0]
     assert comment.startswith("#") and f"python train.py fit --config {path.relative_to(ROOT)}\n" in comment
@@ -34,7 +34,7 @@ def test_recipe_is_complete(path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_takes_the_smoke_overlay(path, monkeypatch, capsys):
+def test_every_recipe_works_with_the_smoke_overlay(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["fit", "--config", str(path), "--config", "configs/smoke.yaml", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 4
@@ -58,18 +58,18 @@ def test_every_recipe_is_listed_with_all_columns(capsys):
 
 
 @pytest.mark.parametrize("part", ["# Hardware: ", "# Time: "])
-def test_a_header_that_lacks_a_part_is_refused(tmp_path, part):
+def test_a_recipe_header_without_hardware_or_time_is_an_error(tmp_path, part):
     path = tmp_path / "some.yaml"
     path.write_text((ROOT / "configs/clm.yaml").read_text().replace(part, "..."))
     with pytest.raises(Exception, match="the comment at its top has no"):
         header_of(path)
 
 
-def test_a_recipe_is_found_by_name_behind_files(tmp_path, monkeypatch, capsys):
+def test_a_file_takes_precedence_over_a_shipped_recipe_of_that_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("clm", "configs/clm.yaml"):
         assert main(["inspect", "--config", name]) == 2
-        assert "data.tokenizer is demo/llama, but" in (said := capsys.readouterr().err), said
+        assert "data.tokenizer is demo/llama, but" in (error := capsys.readouterr().err), error
     assert main(["recipes", "--show", "clm"]) == 0
     assert capsys.readouterr().out == (ROOT / "configs/clm.yaml").read_text()
     (tmp_path / "clm").write_text("data: 1")
@@ -82,35 +82,35 @@ def test_a_recipe_is_found_by_name_behind_files(tmp_path, monkeypatch, capsys):
 # The smoke overlay --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "folder", "wanted"), [
+@pytest.mark.parametrize(("words", "folder", "expected"), [
     (["--config", "smoke.yaml"], "runs/smoke", True), (["--config", "smoke.yaml"], "runs/mine", False),
     (["-c=smoke.yaml", "--overwrite=true"], "runs/mine", True),
     (["--config", "smoke.yaml", "--overwrite", "false"], "runs/smoke", False),
     (["--config", "smoke.yaml", "--config", "{overwrite: false}"], "runs/smoke", False),
     (["--config", "{overwrite: true}"], None, False)])
-def test_a_file_lets_fit_overwrite_the_folder_it_names(monkeypatch, words, folder, wanted):
+def test_overwrite_in_a_file_applies_to_the_folder_of_that_file_only(monkeypatch, words, folder, expected):
     monkeypatch.chdir(ROOT / "configs")
-    named = ["--trainer.default_root_dir", folder] if folder else []
-    assert parse(["fit", *words, *named], options_of("fit")[0], checked=False).options["overwrite"] is wanted
+    folder_options = ["--trainer.default_root_dir", folder] if folder else []
+    assert parse(["fit", *words, *folder_options], options_of("fit")[0], checked=False).options["overwrite"] is expected
 
 
 @pytest.mark.slow
-def test_the_smoke_overlay_may_be_repeated_but_spares_other_folders(recipe, finished, tmp_path, monkeypatch, capsys):
+def test_the_smoke_overlay_overwrites_its_own_folder_only(recipe, finished, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     smoke = ["--config", str(ROOT / "configs/smoke.yaml")]
-    mine, short = finished("mine"), {"trainer__val_check_interval": 1}
+    other_run, short = finished("mine"), {"trainer__val_check_interval": 1}
     arguments = [*recipe(**short), *smoke, *smoke, "--trainer.max_steps", "1", "--model.quantize", "null"]
     for _ in range(2):
         assert main(["fit", *arguments]) == 0
         assert yaml.safe_load(RunFolder("runs/smoke").config.read_text())["trainer"]["max_steps"] == 1
-    before = mine.config.read_text()
+    before = other_run.config.read_text()
     capsys.readouterr()
-    assert main(["fit", *arguments, "--trainer.default_root_dir", str(mine.root)]) == 2
-    assert "contains a finished run" in capsys.readouterr().err and mine.config.read_text() == before
+    assert main(["fit", *arguments, "--trainer.default_root_dir", str(other_run.root)]) == 2
+    assert "contains a finished run" in capsys.readouterr().err and other_run.config.read_text() == before
     assert main(["fit", *arguments, "--overwrite", "false"]) == 2
 
 
-def test_overwrite_in_a_file_is_for_fit_alone(recipe, capsys):
+def test_overwrite_in_a_file_applies_to_fit_only(recipe, capsys):
     smoke = ["--config", str(ROOT / "configs/smoke.yaml")]
     assert main(["inspect", *recipe(), *smoke, "--rows", "0"]) == 0
     assert main(["validate", *recipe(), *smoke, "--overwrite", "true"]) == 2
@@ -126,7 +126,7 @@ def test_the_console_script_is_train_py():
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_recipes(tmp_path):
+def test_the_wheel_contains_the_recipes(tmp_path):
     pytest.importorskip("setuptools")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
@@ -139,8 +139,8 @@ def test_the_wheel_holds_the_recipes(tmp_path):
     with zipfile.ZipFile(next((tmp_path / "wheel").glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
-    listed = subprocess.run([sys.executable, "-c", "from lmmods.cli import program; program()", "recipes"],
+    output = subprocess.run([sys.executable, "-c", "from lmmods.cli import program; program()", "recipes"],
                             cwd=tmp_path / "empty", env={"PYTHONPATH": str(tmp_path / "installed")}, check=True,
                             capture_output=True, text=True).stdout
-    assert str(tmp_path / "installed/lmmods/configs") in " ".join(listed.split())
-    assert all(f"\n{name} " in listed for name in shipped_recipes())
+    assert str(tmp_path / "installed/lmmods/configs") in " ".join(output.split())
+    assert all(f"\n{name} " in output for name in shipped_recipes())

@@ -1,4 +1,4 @@
-"""`evaluate`: lm-eval on a finished run, with a task of local files, beside likelihoods computed by hand."""
+"""`evaluate`: lm-eval on a finished run with a local task, against likelihoods computed by hand."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ QUESTIONS = [("the quick brown", ["fox", "dog", "3"], 0), ("Add 1 and 2.", ["1",
 
 @pytest.fixture(scope="module")
 def task_folder(tmp_path_factory):
-    """A multiple-choice task over a file. lm-eval reads its thousands of own ones once, not for each command."""
+    """A multiple-choice task over a local file. The cached TaskManager reads lm-eval's own tasks only once."""
     tasks = pytest.importorskip("lm_eval.tasks")
     top = tmp_path_factory.mktemp("tasks")
     rows = top / "questions.jsonl"
@@ -37,8 +37,8 @@ def task_folder(tmp_path_factory):
         yield str(folder)
 
 
-def accuracy_by_hand(model, tokenizer) -> float:
-    """Share of questions whose right choice is the likeliest continuation."""
+def compute_accuracy(model, tokenizer) -> float:
+    """Return the fraction of questions whose right choice is the most likely continuation."""
     hits = 0
     for question, choices, answer in QUESTIONS:
         scores = []
@@ -46,7 +46,7 @@ def accuracy_by_hand(model, tokenizer) -> float:
             start, ids = tokenizer(question)["input_ids"], tokenizer(f"{question} {choice}")["input_ids"]
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            scores.append(sum(logits[place - 1, ids[place]].item() for place in range(len(start), len(ids))))
+            scores.append(sum(logits[position - 1, ids[position]].item() for position in range(len(start), len(ids))))
         hits += scores.index(max(scores)) == answer
     return hits / len(QUESTIONS)
 
@@ -54,7 +54,7 @@ def accuracy_by_hand(model, tokenizer) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"model__init_args__quantize": None, "model__init_args__lora": None}],
                          ids=["qlora", "full"])
-def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, capsys):
+def test_scores_of_a_local_task_equal_those_computed_by_hand(finished, llama_folder, task_folder, changes, capsys):
     run = finished("run", **changes)
     before = json.loads(run.metrics_json.read_text())
     assert main(["evaluate", "--run", str(run.root), "--tasks", "guess", "--task_folder", task_folder]) == 0
@@ -69,7 +69,7 @@ def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, ca
         tokenizer = AutoTokenizer.from_pretrained(run.model)
         base.resize_token_embeddings(len(tokenizer))
         model = PeftModel.from_pretrained(base, run.model)
-    expected = accuracy_by_hand(model.eval(), AutoTokenizer.from_pretrained(run.model))
+    expected = compute_accuracy(model.eval(), AutoTokenizer.from_pretrained(run.model))
     metrics = json.loads(run.metrics_json.read_text())
     assert metrics == {**before, "eval/guess/acc": pytest.approx(expected)}
     assert json.loads((run.root / "evaluate.json").read_text())["n-samples"]["guess"]["effective"] == len(QUESTIONS)
@@ -78,13 +78,13 @@ def test_scores_of_a_local_task(finished, llama_folder, task_folder, changes, ca
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_takes_no_other_with_it(finished, task_folder, monkeypatch, capsys):
-    """Whose data are missing (one message at the end), or that has a bug (its own error at the end)."""
+def test_a_failed_task_does_not_affect_other_tasks(finished, task_folder, monkeypatch, capsys):
+    """Missing data give one message at the end; a bug in a task raises its own error at the end."""
     import lm_eval
 
-    asked = ["evaluate", "--tasks", "lost,guess", "--task_folder", task_folder, "--limit", "2"]
+    arguments = ["evaluate", "--tasks", "lost,guess", "--task_folder", task_folder, "--limit", "2"]
     run = finished("first")
-    assert main([*asked, "--run", str(run.root)]) == 2
+    assert main([*arguments, "--run", str(run.root)]) == 2
     out, err = capsys.readouterr()
     assert "guess" in out and "Wrote 1 scores" in out
     assert "lost failed: " in err and "error: evaluate: 1 of 2 tasks failed (lost: " in err and "are written" in err
@@ -99,27 +99,27 @@ def test_a_task_that_fails_takes_no_other_with_it(finished, task_folder, monkeyp
     monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
     run = finished("second")
     with pytest.raises(KeyError):
-        main([*asked, "--run", str(run.root)])
+        main([*arguments, "--run", str(run.root)])
     assert json.loads(run.metrics_json.read_text())["eval/guess/acc"] == 0.5
 
 
 @pytest.mark.slow
-def test_a_chat_is_rendered_under_our_limits(finished, task_folder, capsys):
-    asked = ["evaluate", "--tasks", "guess", "--task_folder", task_folder, "--limit", "1", "--apply_chat_template",
-             "true", "--run"]
+def test_a_chat_template_is_rendered_within_limits(finished, task_folder, capsys):
+    arguments = ["evaluate", "--tasks", "guess", "--task_folder", task_folder, "--limit", "1", "--apply_chat_template",
+                 "true", "--run"]
     run = finished("run")
     template = run.model / "chat_template.jinja"
     template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
-    assert main([*asked, str(run.root)]) == 0
+    assert main([*arguments, str(run.root)]) == 0
     template.write_text("{{ lipsum(n=10**7) }}")
-    assert main([*asked, str(run.root)]) == 2
+    assert main([*arguments, str(run.root)]) == 2
     assert "error: the tokenizer's chat template exceeds the limits of a rendering" in capsys.readouterr().err
     template.unlink()
-    assert main([*asked, str(run.root)]) == 2
+    assert main([*arguments, str(run.root)]) == 2
     assert "has no chat template. Remove it." in capsys.readouterr().err
 
 
-def test_mistakes(tmp_path, monkeypatch, capsys):
+def test_a_missing_run_or_package_is_an_error(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--run", str(tmp_path / "none"), "--tasks", "guess"]) == 2
     assert "not a run folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval", None)

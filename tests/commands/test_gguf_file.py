@@ -34,14 +34,15 @@ FAMILIES = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"num_hidden_layers": 7},
 }
-STRICT = {"llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}}  # not of transformers' reader
+# Settings that transformers' reader does not support.
+STRICT = {"llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}}
 PROMPTS = [*TEXTS, " lead", "  two\n\n\nthree\t\ttabs   end ", "I'LL pay 12345 a1b2", "naïve 🚀 中文"]
 
 
-def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on TEXTS: `bytes` of ByteLevel's own words, others with the words that a name stands for."""
+def train_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Train a tokenizer on TEXTS with the pre-tokenizer of that name; `bytes` uses ByteLevel's own splitting."""
     if kind == "scores":
-        return scored_tokenizer()
+        return build_scored_tokenizer()
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-bpe"))
     byte_level = ByteLevel(add_prefix_space=False, use_regex=kind in ("bytes", "digits"))
     first = {"digits": pre_tokenizers.Digits(individual_digits=True)}
@@ -54,11 +55,11 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def scored_tokenizer(leave_out: int = 0) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the merges that follow from tokens in this order, as of Llama 2.
+def build_scored_tokenizer(leave_out: int = 0) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose merges follow from the order of its tokens, as in Llama 2.
 
     Args:
-        leave_out: Merges to leave out.
+        leave_out: Number of first merges to leave out.
     """
     special = ["<unk>", "<s>", "</s>"]
     pieces = [f"{SPACE}t", "er", "in", f"{SPACE}a", "th", f"{SPACE}th", "e ", f"{SPACE}the", "ther", "on", "io", "ion"]
@@ -76,9 +77,9 @@ def scored_tokenizer(leave_out: int = 0) -> PreTrainedTokenizerFast:
                                    eos_token="</s>", unk_token="<unk>")
 
 
-def saved_model(folder, family: str = "llama", kind: str = "digits", tokenizer=None, **changes):
-    """Save a random model with a few rows more than tokens, and its tokenizer."""
-    tokenizer = tokenizer or tokenizer_of(kind)
+def save_model(folder, family: str = "llama", kind: str = "digits", tokenizer=None, **changes):
+    """Save a random model and its tokenizer. Its embedding has five more rows than there are tokens."""
+    tokenizer = tokenizer or train_tokenizer(kind)
     tokens = {"vocab_size": len(tokenizer) + 5, "bos_token_id": tokenizer.bos_token_id,
               "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     config = CONFIG_MAPPING[family](**tokens | FAMILIES[family] | changes)
@@ -93,41 +94,42 @@ def saved_model(folder, family: str = "llama", kind: str = "digits", tokenizer=N
     return model, tokenizer
 
 
-def logits_of(model, ids):
+def compute_logits(model, ids):
     with torch.no_grad():
         return model(input_ids=ids).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_transformers_reads_the_same_model(family, tmp_path):
-    model, tokenizer = saved_model(tmp_path, family)
+def test_transformers_reads_a_model_with_the_same_logits(family, tmp_path):
+    model, tokenizer = save_model(tmp_path, family)
     ids = torch.randint(len(tokenizer), (2, 40))
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
-    assert torch.equal(logits_of(read, ids), logits_of(model, ids))
+    assert torch.equal(compute_logits(read, ids), compute_logits(model, ids))
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", None)])
-def test_matrices_are_rounded_and_vectors_are_not(kind, rounds, tmp_path):
-    model, tokenizer = saved_model(tmp_path, "qwen2", hidden_size=48, num_attention_heads=4)
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", None)])
+def test_matrices_are_rounded_and_vectors_stay_float32(kind, dtype, tmp_path):
+    model, tokenizer = save_model(tmp_path, "qwen2", hidden_size=48, num_attention_heads=4)
     write_gguf(tmp_path, tmp_path / "model.gguf", kind, "a model")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert found["blk.0.attn_norm.weight"].tensor_type == found["blk.0.attn_q.bias"].tensor_type == 0  # float32
-    for name, own in (("ffn_down", model.model.layers[1].mlp.down_proj), ("ffn_up", model.model.layers[1].mlp.up_proj)):
-        tensor, weight = found[f"blk.1.{name}.weight"], own.weight.detach()
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert tensors["blk.0.attn_norm.weight"].tensor_type == tensors["blk.0.attn_q.bias"].tensor_type == 0  # float32
+    for name, module in (("ffn_down", model.model.layers[1].mlp.down_proj),
+                         ("ffn_up", model.model.layers[1].mlp.up_proj)):
+        tensor, weight = tensors[f"blk.1.{name}.weight"], module.weight.detach()
         read = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        if rounds is None and name == "ffn_down":  # 96 columns: blocks of 32, to 1/127 of their largest
+        if dtype is None and name == "ffn_down":  # 96 columns: blocks of 32, rounded to 1/127 of their maximum
             scale = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-            rounding = 0.5 + 127 * 2**-11  # of the number, and of the scale, which is float16
+            rounding = 0.5 + 127 * 2**-11  # of the value, and of its float16 scale
             assert ((read - weight).unflatten(1, (-1, 32)).abs() <= scale * rounding).all()
             assert tensor.tensor_type.name == "Q8_0"
         else:
-            assert torch.equal(read, weight.to(rounds or torch.float16).float())  # 48 columns are no blocks
+            assert torch.equal(read, weight.to(dtype or torch.float16).float())  # 48 columns are not a multiple of 32
 
 
-def test_tokens_ends_and_template_are_kept(tmp_path):
-    _, tokenizer = saved_model(tmp_path)
+def test_a_gguf_file_has_the_tokens_end_tokens_and_chat_template(tmp_path):
+    _, tokenizer = save_model(tmp_path)
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
@@ -142,8 +144,8 @@ def test_tokens_ends_and_template_are_kept(tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [("bytes", "gpt-2"), ("digits", "smollm"), ("llama-bpe", "llama-bpe"),
                                             ("smaug-bpe", "smaug-bpe"), ("qwen2", "qwen2")])
-def test_transformers_reads_the_same_tokenizer(kind, name, tmp_path):
-    _, tokenizer = saved_model(tmp_path, "qwen2", kind)
+def test_a_tokenizer_rebuilt_from_the_file_gives_the_same_tokens(kind, name, tmp_path):
+    _, tokenizer = save_model(tmp_path, "qwen2", kind)
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     assert reader.fields["tokenizer.ggml.pre"].contents() == name
@@ -155,19 +157,19 @@ def test_transformers_reads_the_same_tokenizer(kind, name, tmp_path):
         assert rebuilt.encode(text).ids == tokenizer(text)["input_ids"]
 
 
-def test_scores_are_of_the_merges(tmp_path):
-    _, tokenizer = saved_model(tmp_path, kind="scores")
+def test_token_scores_reproduce_the_merges(tmp_path):
+    _, tokenizer = save_model(tmp_path, kind="scores")
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     tokens, scores = (reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "scores"))
     score = dict(zip(tokens, scores))
 
     def encode(text: str) -> list[str]:
-        """SentencePiece's way: the neighbours whose union has the highest score, the first of equals."""
+        """Merge like SentencePiece: the neighbours with the highest score first, the leftmost of equals."""
         parts = list(SPACE + text.replace(" ", SPACE))
-        while pairs := [(-score[a + b], place) for place, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in score]:
-            place = min(pairs)[1]
-            parts[place:place + 2] = [parts[place] + parts[place + 1]]
+        while pairs := [(-score[a + b], index) for index, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in score]:
+            index = min(pairs)[1]
+            parts[index:index + 2] = [parts[index] + parts[index + 1]]
         return parts
 
     for text in TEXTS[3:]:
@@ -182,37 +184,38 @@ def test_scores_are_of_the_merges(tmp_path):
     ({"family": "gemma2", "query_pre_attn_scalar": 9}, "query_pre_attn_scalar other than 32"),
     ({"family": "gemma3_text", "layer_types": ["full_attention"] * 7}, "layer_types"),
     ({"family": "qwen3", "attention_bias": True}, "weight model.layers.0.self_attn.o_proj.bias")])
-def test_a_model_that_llama_cpp_computes_otherwise_is_refused(changes, reason, tmp_path):
-    saved_model(tmp_path, **{"family": "llama"} | changes)
+def test_a_model_that_llama_cpp_computes_differently_is_rejected(changes, reason, tmp_path):
+    save_model(tmp_path, **{"family": "llama"} | changes)
     with pytest.raises(UserError, match=f"does not support this model's {reason}.*convert_hf_to_gguf.py"):
         write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
 
-def test_a_tokenizer_that_llama_cpp_splits_otherwise_is_refused(tmp_path):
-    def refused(tokenizer, reason):
-        saved_model(tmp_path, tokenizer=tokenizer)
+def test_a_tokenizer_that_llama_cpp_splits_differently_is_rejected(tmp_path):
+    def assert_rejected(tokenizer, reason):
+        save_model(tmp_path, tokenizer=tokenizer)
         with pytest.raises(UserError, match=reason):
             write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
-    refused(scored_tokenizer(leave_out=1), "merges cannot be expressed as token scores")
-    words = tokenizer_of("bytes")
-    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), ByteLevel(False)])
-    refused(words, "pre_tokenizer")
-    strips = tokenizer_of("bytes")
-    saved = json.loads(strips.backend_tokenizer.to_str())
+    assert_rejected(build_scored_tokenizer(leave_out=1), "merges cannot be expressed as token scores")
+    punctuated = train_tokenizer("bytes")
+    punctuated.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Punctuation(), ByteLevel(False)])
+    assert_rejected(punctuated, "pre_tokenizer")
+    stripping = train_tokenizer("bytes")
+    saved = json.loads(stripping.backend_tokenizer.to_str())
     saved["added_tokens"][2]["rstrip"] = True
-    refused(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved))), r"token <\|end\|>")
+    assert_rejected(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(saved))), r"token <\|end\|>")
 
 
-def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
-    saved_model(tmp_path)
+def test_a_tokenizer_without_tokenizer_json_is_rejected(tmp_path):
+    save_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="does not support this model's tokenizer, which is not saved as tokenizer."):
         write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
 
 
-def test_weights_beyond_float16_are_refused(tmp_path):
-    model, _ = saved_model(tmp_path)
+def test_weights_beyond_float16_are_rejected(tmp_path):
+    model, _ = save_model(tmp_path)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = 7e4
     model.save_pretrained(tmp_path)
@@ -220,32 +223,32 @@ def test_weights_beyond_float16_are_refused(tmp_path):
         write_gguf(tmp_path, tmp_path / "model.gguf", "f16", "a model")
 
 
-def test_other_architectures_are_refused_by_name():
+def test_an_unsupported_architecture_is_rejected_by_name():
     with pytest.raises(UserError, match="GPT2LMHeadModel is not one of LlamaForCausalLM, .*convert_hf_to_gguf.py"):
         check_architecture("gpt2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_llama_cpp_computes_the_same(family, tmp_path):
+def test_llama_cpp_computes_the_same_logits(family, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
-    model, tokenizer = saved_model(tmp_path, family, **STRICT.get(family, {}))
+    model, tokenizer = save_model(tmp_path, family, **STRICT.get(family, {}))
     ids = torch.randint(len(tokenizer), (1, 40))
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
     reader = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=1,
                              type_k=0, type_v=0)  # float32
     reader.eval(ids[0].tolist())
-    exact = logits_of(model.double(), ids).numpy()
-    if "gemma" in family:  # llama.cpp looks GELU up in a table of float16
+    exact = compute_logits(model.double(), ids).numpy()
+    if "gemma" in family:  # llama.cpp reads GELU from a float16 table
         for layer in model.model.layers:
             layer.mlp.act_fn.register_forward_pre_hook(lambda _, inputs: (inputs[0].half().float(),))
             layer.mlp.act_fn.register_forward_hook(lambda _, inputs, output: output.half().float())
-    assert_as_close(np.array(reader.scores[:40])[None], logits_of(model.float(), ids).numpy(), exact)
+    assert_as_close(np.array(reader.scores[:40])[None], compute_logits(model.float(), ids).numpy(), exact)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "digits", "llama-bpe", "smaug-bpe", "qwen2", "scores"])
 def test_llama_cpp_finds_the_same_tokens(kind, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
-    _, tokenizer = saved_model(tmp_path, kind=kind)
+    _, tokenizer = save_model(tmp_path, kind=kind)
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32", "a model")
     reader = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
     for text in [*PROMPTS, "</s>Hi </s> there"]:
@@ -253,7 +256,7 @@ def test_llama_cpp_finds_the_same_tokens(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_merge_writes_the_file(finished, tmp_path, capsys):
+def test_merge_writes_a_gguf_file_with_the_same_logits(finished, tmp_path, capsys):
     run = finished(model__init_args__quantize=None, model__init_args__lora={"rank": 4})
     out = tmp_path / "out"
     assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32"]) == 0
@@ -261,21 +264,21 @@ def test_merge_writes_the_file(finished, tmp_path, capsys):
     assert (out / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
     ids = torch.randint(len(AutoTokenizer.from_pretrained(out)), (2, 20))
     read = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
-    assert torch.equal(logits_of(read, ids), logits_of(AutoModelForCausalLM.from_pretrained(out), ids))
+    assert torch.equal(compute_logits(read, ids), compute_logits(AutoModelForCausalLM.from_pretrained(out), ids))
 
 
 @pytest.mark.slow
-def test_a_fully_tuned_run_is_converted(finished, tmp_path, capsys):
+def test_merge_converts_a_full_fine_tuning_run_with_gguf_only(finished, tmp_path, capsys):
     run = finished(model__init_args__quantize=None, model__init_args__lora=None)
     out = tmp_path / "out"
     assert main(["merge", "--run", str(run.root), "--out", str(out)]) == 2
     assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32", "--dtype", "bfloat16"]) == 2
-    said = capsys.readouterr().err
-    assert "--gguf converts it" in said and "Remove --base, --dtype, --threshold and --force" in said
+    error = capsys.readouterr().err
+    assert "--gguf converts it" in error and "Remove --base, --dtype, --threshold and --force" in error
     assert not out.exists()
     assert main(["merge", "--run", str(run.root), "--out", str(out), "--gguf", "f32"]) == 0
     ids = torch.randint(len(AutoTokenizer.from_pretrained(out)), (2, 20))
     read = AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
-    wanted = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-    assert torch.equal(logits_of(read, ids), logits_of(wanted, ids))
+    expected = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    assert torch.equal(compute_logits(read, ids), compute_logits(expected, ids))
     assert (out / "Modelfile").read_text().startswith("FROM ./model.gguf\n")

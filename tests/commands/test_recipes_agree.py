@@ -1,4 +1,4 @@
-"""Every shipped recipe on both engines, as it stands: the same losses, metrics, samples, outputs."""
+"""Every shipped recipe on both engines: the same losses, metrics, samples and outputs."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
 STEPS = 8
-FEWER = {"grpo": 3, "preference": 4}  # whose steps take longest
+FEWER = {"grpo": 3, "preference": 4}  # their steps take longest
 
 
-def lines(path: Path) -> list[dict]:
+def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -29,7 +29,7 @@ def fit_and_predict(*arguments: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
+def test_both_engines_give_the_same_results_on_a_recipe(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     task, model = recipe["model"]["class_path"], {}
@@ -47,22 +47,22 @@ def test_both_engines_run_the_recipe_alike(name, tmp_path, monkeypatch):
     for run in runs:
         together(["--config", f"configs/{name}.yaml", "--config", str(tmp_path / "changes.yaml"), "--engine",
                   run.root.name, "--trainer.default_root_dir", str(run.root)], program=fit_and_predict)
-    # Rollouts are logged before their first step, at step 0 too.
-    expected, found = ([row for row in rows(run) if "train/loss" in row] for run in runs)
-    assert len(expected) == len(found) == steps
-    for row, wanted in zip(found, expected, strict=True):
-        assert row["train/loss"] == pytest.approx(wanted["train/loss"], abs=1e-4), row["step"]
-    final, wanted = found[-1], expected[-1]
-    names = {key for key in wanted if key.startswith("val/")}
+    # Rollouts are logged before their first step, also at step 0.
+    torch_rows, jax_rows = ([row for row in rows(run) if "train/loss" in row] for run in runs)
+    assert len(torch_rows) == len(jax_rows) == steps
+    for row, expected in zip(jax_rows, torch_rows, strict=True):
+        assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4), row["step"]
+    final, expected = jax_rows[-1], torch_rows[-1]
+    names = {key for key in expected if key.startswith("val/")}
     assert names and {key for key in final if key.startswith("val/")} == names
     for key in names:
-        assert final[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-4), key
+        assert final[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-4), key
     assert [run.samples.exists() for run in runs] == [recipe.get("samples") is not None] * 2
     if runs[0].samples.exists():
-        assert lines(runs[1].samples) == lines(runs[0].samples)
-    predictions = [lines(run.predictions) for run in runs]
+        assert read_lines(runs[1].samples) == read_lines(runs[0].samples)
+    predictions = [read_lines(run.predictions) for run in runs]
     assert len(predictions[0]) > 0
     for row, other in zip(*predictions, strict=True):
-        for fill, theirs in zip(row.pop("fills", []), other.pop("fills", []), strict=True):
-            assert [gap["token"] for gap in fill] == [gap["token"] for gap in theirs]
+        for fill, other_fill in zip(row.pop("fills", []), other.pop("fills", []), strict=True):
+            assert [gap["token"] for gap in fill] == [gap["token"] for gap in other_fill]
         assert alike(row, other)

@@ -1,4 +1,4 @@
-"""What a merged model is handed over with: Ollama's Modelfile, read here as Ollama reads it, and command lines."""
+"""Files for serving a merged model: Ollama's Modelfile, rendered here as Ollama does, and command lines."""
 
 import json
 import re
@@ -20,13 +20,13 @@ CHATS = [["Hello?"], ["Hello?", "Hi!", "How\nare {{ you }}?"], ["1", "2", "3", "
 SYSTEMS = [None, "Be brief.\n\nAnd kind."]
 
 
-def conversation(system: str | None, texts: list[str]) -> list[dict[str, str]]:
-    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+def build_messages(system: str | None, texts: list[str]) -> list[dict[str, str]]:
+    turns = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
-def go(template: str, messages: list[dict[str, str]]) -> str:
-    """What Go's text/template writes, as far as it is used here: if, else, else if, range, eq, gt, len, slice."""
+def render_go(template: str, messages: list[dict[str, str]]) -> str:
+    """Render a subset of Go's text/template: if, else, else if, range, eq, gt, len, slice."""
     tokens = [token for token in re.split(r"(\{\{.*?\}\})", template) if token]
     scope = {".System": "\n\n".join(m["content"] for m in messages if m["role"] == "system")}
     words = re.compile(r'"(?:[^"]*)"|[()]|[^\s()]+')
@@ -60,7 +60,7 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
         return known[word] if word in known else scope[word] if word in scope else int(word)
 
     def run(at: int, writes: bool) -> tuple[str, int]:
-        """Text up to the `else` or `end` of this block, and where that stands."""
+        """Return the text up to this block's `else` or `end`, and the index of that token."""
         text = ""
         while at < len(tokens):
             token = tokens[at]
@@ -75,8 +75,8 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
                 text += part
             elif action[0] == "range":
                 start = at + 1
-                for number, turn in enumerate(messages if writes else messages[:1]):
-                    scope.update({"$i": number, "$turn": turn})
+                for index, turn in enumerate(messages if writes else messages[:1]):
+                    scope.update({"$i": index, "$turn": turn})
                     part, at = run(start, writes)
                     text += part
                 at += 1
@@ -85,30 +85,30 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
         return text, at
 
     def branch(condition: list[str], at: int, writes: bool) -> tuple[str, int]:
-        holds = bool(value(condition)) if writes else False
-        text, at = run(at + 1, writes and holds)
+        is_true = bool(value(condition)) if writes else False
+        text, at = run(at + 1, writes and is_true)
         action = words.findall(tokens[at][2:-2])
         if action == ["end"]:
             return text, at + 1
         if action[:2] == ["else", "if"]:
-            part, at = branch(action[2:], at, writes and not holds)
+            part, at = branch(action[2:], at, writes and not is_true)
             return text + part, at
-        part, at = run(at + 1, writes and not holds)
+        part, at = run(at + 1, writes and not is_true)
         return text + part, at + 1
 
     return run(0, True)[0]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_ollama_writes_the_prompts_of_named_templates(name, llama_folder):
+def test_ollama_renders_the_prompts_of_named_templates(name, llama_folder):
     tokenizer = load_tokenizer(TokenizerOptions(str(llama_folder), add_tokens=["<|im_end|>", "<|eot_id|>"])).tokenizer
     renderer = TemplateRenderer(name, TextEncoder(tokenizer), tokenizer.eos_token, tokenizer.bos_token)
     template = ChatTemplate(template_jinja(renderer), tokenizer.special_tokens_map)
     translated = find_layout(lambda messages: template.render(messages, True)).go_template()
     for system in SYSTEMS:
         for texts in CHATS:
-            messages = conversation(system, texts)
-            assert go(translated, messages) == template.render(messages, True)
+            messages = build_messages(system, texts)
+            assert render_go(translated, messages) == template.render(messages, True)
 
 
 JINJA = {
@@ -127,24 +127,24 @@ JINJA = {
 
 
 @pytest.mark.parametrize("name", JINJA)
-def test_other_templates_are_translated_where_they_can_be(name):
-    source, can_be = JINJA[name]
+def test_chat_templates_that_fit_a_layout_are_translated(name):
+    source, is_translatable = JINJA[name]
     template = ChatTemplate(source, {"bos_token": "<s>"})
     layout = find_layout(lambda messages: template.render(messages, True))
-    assert (layout is not None) == can_be
-    for system in SYSTEMS if can_be and layout.before_system is not None else SYSTEMS[:can_be]:
+    assert (layout is not None) == is_translatable
+    for system in SYSTEMS if is_translatable and layout.before_system is not None else SYSTEMS[:is_translatable]:
         for texts in CHATS:
-            messages = conversation(system, texts)
-            assert go(layout.go_template(), messages) == template.render(messages, True)
+            messages = build_messages(system, texts)
+            assert render_go(layout.go_template(), messages) == template.render(messages, True)
 
 
-def test_an_answer_that_ollama_lets_go_on_is_left_open():
+def test_an_answer_to_continue_is_left_open():
     template = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
     translated = find_layout(lambda messages: template.render(messages, True)).go_template()
-    assert go(translated, conversation(None, ["Count.", "1, 2,"])).endswith("<|im_start|>assistant\n1, 2,")
+    assert render_go(translated, build_messages(None, ["Count.", "1, 2,"])).endswith("<|im_start|>assistant\n1, 2,")
 
 
-def folder_of(path, tokenizer, architecture="LlamaForCausalLM", **settings):
+def save_folder(path, tokenizer, architecture="LlamaForCausalLM", **settings):
     tokenizer.save_pretrained(path)
     saved = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(saved | settings))
@@ -153,20 +153,21 @@ def folder_of(path, tokenizer, architecture="LlamaForCausalLM", **settings):
     return path
 
 
-def test_the_modelfile(tmp_path, tokenizer_folder):
+def test_the_modelfile_has_template_system_prompt_and_stop_tokens(tmp_path, tokenizer_folder):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = CHAT_TEMPLATE
-    start, *lines = modelfile(folder_of(tmp_path, tokenizer), tokenizer, 'Say "yes".\nOr no.', None).split("TEMPLATE ")
+    text = modelfile(save_folder(tmp_path, tokenizer), tokenizer, 'Say "yes".\nOr no.', None)
+    start, *lines = text.split("TEMPLATE ")
     assert start == "FROM .\n"
     template, rest = re.fullmatch(r'"""(.*)"""\n(SYSTEM .*)', lines[0], re.DOTALL).groups()
     assert template.startswith("{{ if .System }}<s><|im_start|>system\n")
     assert rest == 'SYSTEM """Say "yes".\nOr no."""\nPARAMETER stop "</s>"\nPARAMETER stop "<unk>"\n'
-    # Where the tokenizer adds the begin token, Ollama does.
-    added = modelfile(folder_of(tmp_path, tokenizer, add_bos_token=True), tokenizer, None, None)
+    # If the tokenizer adds the begin token, Ollama does too.
+    added = modelfile(save_folder(tmp_path, tokenizer, add_bos_token=True), tokenizer, None, None)
     assert "<s>" not in added and "<|im_start|>" in added
-    mistral = modelfile(folder_of(tmp_path, tokenizer, "MistralForCausalLM"), tokenizer, None, None)
+    mistral = modelfile(save_folder(tmp_path, tokenizer, "MistralForCausalLM"), tokenizer, None, None)
     assert mistral.startswith("FROM ./model.gguf\n")
-    assert modelfile(folder_of(tmp_path, tokenizer, "BertForMaskedLM"), tokenizer, None, None) is None
+    assert modelfile(save_folder(tmp_path, tokenizer, "BertForMaskedLM"), tokenizer, None, None) is None
 
 
 @pytest.mark.parametrize(("template", "comment"), [
@@ -174,18 +175,18 @@ def test_the_modelfile(tmp_path, tokenizer_folder):
     ("{% for m in messages %}{% for n in range(99999999) %}{{ n }}{% endfor %}{% endfor %}", "cannot express"),
     ('{% for m in messages %}""" {{ m["content"] }}{% endfor %}', "cannot express"),
     ("{% for", "cannot express"), (None, "continues texts")])
-def test_a_template_without_equal_is_left_to_the_user(template, comment, tmp_path, tokenizer_folder):
+def test_a_template_without_a_go_equivalent_is_left_to_the_user(template, comment, tmp_path, tokenizer_folder):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = template
-    text = modelfile(folder_of(tmp_path, tokenizer), tokenizer, None, None)
+    text = modelfile(save_folder(tmp_path, tokenizer), tokenizer, None, None)
     assert comment in text and "\nTEMPLATE" not in text and text.endswith('PARAMETER stop "<unk>"\n')
 
 
 @pytest.mark.parametrize(("family", "programs"), [
     ("llama", ["vLLM", "SGLang", "llama.cpp", "Ollama"]), ("qwen3_moe", ["vLLM", "SGLang", "llama.cpp", "Ollama"]),
     ("gpt_oss", ["vLLM", "SGLang", "llama.cpp", "Ollama"]), ("opt", ["vLLM", "SGLang"]), ("ctrl", []), ("bert", [])])
-def test_command_lines_name_programs_that_take_the_model(family, programs, tmp_path, tokenizer_folder):
-    folder = folder_of(tmp_path / "My model", AutoTokenizer.from_pretrained(tokenizer_folder), CAUSAL_LM[family])
+def test_command_lines_name_the_programs_that_support_the_model(family, programs, tmp_path, tokenizer_folder):
+    folder = save_folder(tmp_path / "My model", AutoTokenizer.from_pretrained(tokenizer_folder), CAUSAL_LM[family])
     if text := modelfile(folder, AutoTokenizer.from_pretrained(folder), None, None):
         (folder / "Modelfile").write_text(text)
     lines = serving_lines(folder)
@@ -196,13 +197,13 @@ def test_command_lines_name_programs_that_take_the_model(family, programs, tmp_p
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_every_causal_family_has_a_row(family):
+def test_every_causal_family_is_in_the_table_of_programs(family):
     assert CAUSAL_LM[family] in PROGRAMS
 
 
 @pytest.mark.slow
-def test_merge_hands_over(finished, tmp_path, capsys):
-    """The Modelfile of a real merge writes what transformers writes with the folder."""
+def test_merge_writes_a_modelfile_that_renders_like_transformers(finished, tmp_path, capsys):
+    """A real merge's Modelfile renders the same prompts as transformers."""
     run = finished(model__init_args__quantize=None, model__init_args__lora={"rank": 4})
     assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "out")]) == 0
     assert f"vllm serve {tmp_path}/out" in capsys.readouterr().out
@@ -210,8 +211,8 @@ def test_merge_hands_over(finished, tmp_path, capsys):
     text = (tmp_path / "out" / "Modelfile").read_text()
     template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
     for texts in CHATS:
-        messages = conversation(None, texts)
-        assert go(template, messages) == tokenizer.apply_chat_template(messages, tokenize=False,
-                                                                       add_generation_prompt=True)
+        messages = build_messages(None, texts)
+        assert render_go(template, messages) == tokenizer.apply_chat_template(messages, tokenize=False,
+                                                                              add_generation_prompt=True)
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert re.findall(r'PARAMETER stop "(.*)"', text) == tokenizer.convert_ids_to_tokens(ends)

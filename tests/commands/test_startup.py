@@ -1,4 +1,4 @@
-"""What a command imports, and that the door leaves the garbage collector on."""
+"""What a command imports, and that startup leaves the garbage collector on."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ open(path, "w").write(json.dumps(seen))
 """
 FULL = {"model__init_args__quantize": None, "model__init_args__lora": None}
 RECIPE = "--config configs/sft_qlora.yaml"
-EARLY = {  # what is answered without libraries, and with which status
+EARLY = {  # commands that need no libraries, with their exit status
     "--help": 0, "fit --help": 0, "inspect --engine jax --help": 0, "merge --help": 0, "evaluate --help": 0,
     "dashboard --help": 0, "report --help": 0, "find --help": 0, "sweep --help": 0, "migrate --help": 0,
     "chat --help": 0, "chat": 2, "chat --run none": 2,
@@ -44,9 +44,9 @@ EARLY = {  # what is answered without libraries, and with which status
 
 @pytest.fixture
 def walk(recipe, shared):
-    """A function that gives what a process of train.py has seen at the end of a command.
+    """A function that returns the modules and collector state of a train.py process after a command.
 
-    One process runs several commands, those that import less first: what a command must not import, none before it may.
+    One process runs several commands, those that import less first, so that no earlier command imports too much.
     """
     def fit(folder: Path, name: str, **changes) -> list[str]:
         return ["fit", *recipe(f"{name}.yaml", trainer__default_root_dir=str(folder / name), **changes)]
@@ -59,7 +59,7 @@ def walk(recipe, shared):
                                "jax full": fit(folder, "full", engine="jax", **FULL, trainer__max_steps=1)},
     }
 
-    def seen(walk: str, name: str) -> dict:
+    def run_walk(walk: str, name: str) -> dict:
         def fill(folder: Path) -> None:
             process = subprocess.run(
                 [sys.executable, "-c", WALK, str(folder / "seen.json"), json.dumps(walks[walk](folder))], cwd=ROOT,
@@ -68,47 +68,47 @@ def walk(recipe, shared):
             assert process.returncode == 0, process.stderr
 
         folder = shared(f"walk-{walk}", fill)
-        found = json.loads((folder / "seen.json").read_text())[name]
-        assert found["status"] == EARLY.get(name, 0), (folder / "said.txt").read_text()
-        return found
+        state = json.loads((folder / "seen.json").read_text())[name]
+        assert state["status"] == EARLY.get(name, 0), (folder / "said.txt").read_text()
+        return state
 
-    return seen
+    return run_walk
 
 
-def of_packages(modules: list[str], *packages: str) -> list[str]:
-    return [name for name in modules if any(name == each or name.startswith(f"{each}.") for each in packages)]
+def filter_packages(modules: list[str], *packages: str) -> list[str]:
+    return [name for name in modules if any(name == package or name.startswith(f"{package}.") for package in packages)]
 
 
 @pytest.mark.slow
 def test_a_torch_run_imports_no_jax(walk):
-    seen = walk("torch", "torch")
-    assert of_packages(seen["modules"], "lmmods.torch_engine.tasks.sft", "peft", "bitsandbytes")  # it was QLoRA
-    assert not of_packages(seen["modules"], "jax", "jaxlib", "flax", "optax", "orbax", "jax_engine")
-    assert seen["enabled"] and seen["frozen"]
+    state = walk("torch", "torch")
+    assert filter_packages(state["modules"], "lmmods.torch_engine.tasks.sft", "peft", "bitsandbytes")  # QLoRA
+    assert not filter_packages(state["modules"], "jax", "jaxlib", "flax", "optax", "orbax", "jax_engine")
+    assert state["enabled"] and state["frozen"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["jax", "jax full"])
-def test_a_jax_run_imports_no_network_of_torch(walk, name):
-    seen = walk("jax", name)
-    assert of_packages(seen["modules"], "jax_engine.tasks.sft", "jax_engine.models.quant")
-    assert not of_packages(seen["modules"], "peft", "bitsandbytes", "lmmods.torch_engine",
-                           "transformers.modeling_utils")
-    networks = [name for name in seen["modules"]
+def test_a_jax_run_imports_no_torch_model(walk, name):
+    state = walk("jax", name)
+    assert filter_packages(state["modules"], "jax_engine.tasks.sft", "jax_engine.models.quant")
+    assert not filter_packages(state["modules"], "peft", "bitsandbytes", "lmmods.torch_engine",
+                               "transformers.modeling_utils")
+    networks = [name for name in state["modules"]
                 if name.startswith("transformers.models.") and name.rsplit(".", 1)[-1].startswith("modeling_")]
-    assert networks in ([], ["transformers.models.auto.modeling_auto"])  # that one is a list of names
-    assert seen["enabled"] and seen["frozen"]
+    assert networks in ([], ["transformers.models.auto.modeling_auto"])  # which only lists names
+    assert state["enabled"] and state["frozen"]
 
 
 @pytest.mark.parametrize("words", EARLY)
-def test_help_and_errors_need_no_library(walk, words):
-    seen = walk("early", words)
-    assert not of_packages(seen["modules"], "torch", "lightning", "transformers", "jax", "flax", "pandas", "datasets",
-                           "peft", "bitsandbytes", "wandb", "lm_eval")
-    assert seen["enabled"]
+def test_help_and_errors_import_no_library(walk, words):
+    state = walk("early", words)
+    assert not filter_packages(state["modules"], "torch", "lightning", "transformers", "jax", "flax", "pandas",
+                               "datasets", "peft", "bitsandbytes", "wandb", "lm_eval")
+    assert state["enabled"]
 
 
-def test_a_store_opens_without_pandas(instructions, llama_folder, tmp_path):
+def test_a_store_opens_without_importing_pandas(instructions, llama_folder, tmp_path):
     data = SFTData(str(instructions), tokenizer=str(llama_folder), template="alpaca", max_length=256,
                    cache_dir=str(tmp_path))
     data.setup("fit")
@@ -123,17 +123,17 @@ assert "pandas" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_the_collector_is_left_alone_where_it_is_on():
+def test_a_running_collector_is_left_alone():
     frozen = gc.get_freeze_count()
     enable_collector()
-    assert gc.isenabled() and gc.get_freeze_count() <= frozen  # what was frozen may end
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen  # frozen objects may be freed
 
 
-def test_the_collector_comes_on_again_and_spares_what_is_there():
-    made, frozen = [[] for _ in range(1000)], gc.get_freeze_count()
+def test_the_collector_is_enabled_again_and_existing_objects_are_frozen():
+    objects, frozen = [[] for _ in range(1000)], gc.get_freeze_count()
     gc.disable()
     try:
         enable_collector()
-        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(made)
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(objects)
     finally:
         gc.enable()
