@@ -117,10 +117,10 @@ class Planner:
     on, may_shard = EIGHT, True
 
     def __init__(self, needs):
-        self.needs, self.asked = needs, []
+        self.needs, self.requested = needs, []
 
     def build_plan(self, variant):
-        self.asked.append(variant)
+        self.requested.append(variant)
         return build_plan(self.needs(variant))
 
 
@@ -144,12 +144,12 @@ def test_the_first_change_that_fits_is_suggested(needs, changed, rows):
 def test_fewer_rows_are_not_tried_if_the_parameters_alone_are_too_large():
     class Large(Planner):
         def build_plan(self, variant):
-            self.asked.append(variant)
+            self.requested.append(variant)
             return build_plan(0, memory={"parameters": int((8 if variant.strategy == "fsdp" else 64) * GIB), "rows": 1})
 
     planner = Large(None)
     variant, _ = find_fitting_variant(planner, RECIPE, planner.plan(RECIPE), may_quantize=True)
-    assert planner.asked[1:] == [variant] and variant.strategy == "fsdp" and variant.rows == RECIPE.rows
+    assert planner.requested[1:] == [variant] and variant.strategy == "fsdp" and variant.rows == RECIPE.rows
 
 
 def test_a_setting_of_the_recipe_is_not_a_remedy():

@@ -45,19 +45,19 @@ HUB = {  # repository -> (configurations, splits, rows)
         {"instruction": f"Add {n} and 1.", "input": "", "output": str(n + 1), "text": "the whole prompt"}
         for n in range(1100)]),
     "HuggingFaceH4/ultrafeedback_binarized": ({None}, {"train_prefs", "test_prefs"}, [
-        {"prompt": asked[0]["content"], "messages": asked + ANSWERS[0], "chosen": asked + ANSWERS[0],
-         "rejected": asked + ANSWERS[1], "score_chosen": 8.0, "score_rejected": 3.0} for asked in CHAT_PROMPTS]),
+        {"prompt": chat[0]["content"], "messages": chat + ANSWERS[0], "chosen": chat + ANSWERS[0],
+         "rejected": chat + ANSWERS[1], "score_chosen": 8.0, "score_rejected": 3.0} for chat in CHAT_PROMPTS]),
     "nyu-mll/glue": ({"mrpc"}, {"train", "validation"}, [
         {"sentence1": CORPUS[n % 3], "sentence2": CORPUS[n % 2], "label": n % 2, "idx": n} for n in range(24)]),
     "tomaarsen/conll2003": ({None}, {"train", "validation", "test"}, [
         {"id": str(n), "tokens": ["the", "quick", "fox"], "ner_tags": ["O", "O", "B-LOC" if n % 2 else "B-PER"]}
         for n in range(24)]),
     "allenai/swag": ({"regular"}, {"train", "validation"}, [
-        {"sent1": "the fox jumps", "sent2": "it", **{f"ending{place}": f"{place} dogs" for place in range(4)},
+        {"sent1": "the fox jumps", "sent2": "it", **{f"ending{index}": f"{index} dogs" for index in range(4)},
          "label": n % 4} for n in range(24)]),
     "trl-lib/ultrafeedback_binarized": ({None}, {"train", "test"}, [
-        {"chosen": asked + ANSWERS[0], "rejected": asked + ANSWERS[1], "score_chosen": 8.0, "score_rejected": 3.0}
-        for asked in CHAT_PROMPTS]),
+        {"chosen": chat + ANSWERS[0], "rejected": chat + ANSWERS[1], "score_chosen": 8.0, "score_rejected": 3.0}
+        for chat in CHAT_PROMPTS]),
     "openai/gsm8k": ({"main"}, {"train", "test"}, [
         {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"}
         for n in range(8)]),
@@ -66,7 +66,7 @@ HUB = {  # repository -> (configurations, splits, rows)
          "test_list": [f"assert add(1) == {n + 1}"], "test_setup_code": "", "challenge_test_list": []}
         for n in range(8)]),
     "trl-lib/kto-mix-14k": ({None}, {"train", "test"}, [
-        {"prompt": asked, "completion": ANSWERS[n % 2], "label": n % 2 == 0} for n, asked in enumerate(CHAT_PROMPTS)]),
+        {"prompt": chat, "completion": ANSWERS[n % 2], "label": n % 2 == 0} for n, chat in enumerate(CHAT_PROMPTS)]),
 }
 
 
