@@ -119,7 +119,7 @@ class Planner:
     def __init__(self, needs):
         self.needs, self.requested = needs, []
 
-    def build_plan(self, variant):
+    def plan(self, variant):
         self.requested.append(variant)
         return build_plan(self.needs(variant))
 
@@ -143,7 +143,7 @@ def test_the_first_change_that_fits_is_suggested(needs, changed, rows):
 
 def test_fewer_rows_are_not_tried_if_the_parameters_alone_are_too_large():
     class Large(Planner):
-        def build_plan(self, variant):
+        def plan(self, variant):
             self.requested.append(variant)
             return build_plan(0, memory={"parameters": int((8 if variant.strategy == "fsdp" else 64) * GIB), "rows": 1})
 
