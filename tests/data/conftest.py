@@ -1,4 +1,4 @@
-"""Tiny tokenizers trained here, and a cache of its own for each test. Needs no network and no files."""
+"""Tiny tokenizers trained here, and a separate cache for each test. Needs no network and no files."""
 
 import json
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def train_byte_level(specials: list[str], vocab_size: int = 500) -> Tokenizer:
-    """GPT-2's kind: byte-level BPE, no begin token."""
+    """Train a byte-level BPE tokenizer without a BOS token, like GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def train_byte_level(specials: list[str], vocab_size: int = 500) -> Tokenizer:
 
 
 def train_sentencepiece_like(vocab_size: int = 600) -> Tokenizer:
-    """Llama's kind: spaces as ▁, one in front of every text, byte fallback, a begin token."""
+    """Train a tokenizer like Llama's: spaces as ▁, one before every text, byte fallback, a BOS token."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -49,7 +49,7 @@ def train_sentencepiece_like(vocab_size: int = 600) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=specials, show_progress=False, max_token_length=8
     )
     tokenizer.train_from_iterator([line.replace(" ", "▁") for line in CORPUS], trainer)
-    # bytes are ordinary vocabulary, not special tokens
+    # Bytes are ordinary vocabulary, not special tokens.
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < 3]
     tokenizer = Tokenizer.from_str(json.dumps(state))
@@ -59,7 +59,7 @@ def train_sentencepiece_like(vocab_size: int = 600) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def byte_level_folder(tmp_path_factory):
-    """Byte-level tokenizer whose begin and end token are one, as GPT-2's."""
+    """Byte-level tokenizer with the same BOS and EOS token, like GPT-2's."""
     folder = tmp_path_factory.mktemp("byte_level")
     backend = train_byte_level(["<|endoftext|>"])
     PreTrainedTokenizerFast(
@@ -70,7 +70,7 @@ def byte_level_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def spm_folder(tmp_path_factory):
-    """Llama-like tokenizer as a bare tokenizer.json: no role is named."""
+    """Llama-like tokenizer as a bare tokenizer.json: no special token has a role."""
     folder = tmp_path_factory.mktemp("spm")
     train_sentencepiece_like().save(str(folder / "tokenizer.json"))
     return str(folder)
@@ -78,7 +78,7 @@ def spm_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory):
-    """Byte-level tokenizer with begin, end and turn tokens and a chat template."""
+    """Byte-level tokenizer with BOS, EOS and turn tokens and a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     backend = train_byte_level(["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     tokenizer = PreTrainedTokenizerFast(
@@ -91,7 +91,7 @@ def chat_folder(tmp_path_factory):
 
 @pytest.fixture(params=["byte_level", "spm", "chat"])
 def any_folder(request):
-    """Each of the tokenizers in turn."""
+    """Each tokenizer folder in turn."""
     return request.getfixturevalue(f"{request.param}_folder")
 
 
@@ -116,7 +116,7 @@ def alpaca_rows():
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """Writes rows as JSON Lines and returns the path."""
+    """A function that writes rows as JSON Lines and returns the path."""
 
     def write(rows, name="rows.jsonl"):
         path = tmp_path / name
@@ -128,7 +128,7 @@ def write_jsonl(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_files_left_in_memory():
-    """fsspec has one file system in memory for the whole process."""
+    """Empty fsspec's in-memory file system, which is one for the whole process."""
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]

@@ -1,4 +1,4 @@
-"""CLMData: nothing lost but nothing invented, end tokens between documents, short documents train."""
+"""CLMData: no token lost or added, EOS between documents, short documents train."""
 
 import json
 
@@ -10,11 +10,11 @@ from lmmods.data.clm import CLMData
 
 def tokens_in_order(data):
     items = data.items("train")
-    return [token for number in range(len(items)) for token in items[number]["input_ids"].tolist()]
+    return [token for index in range(len(items)) for token in items[index]["input_ids"].tolist()]
 
 
 @pytest.mark.parametrize("documents,count", [("file", 1), ("paragraph", 3), ("line", 4)])
-def test_blocks_hold_every_token(documents, count, any_folder, tmp_path):
+def test_blocks_contain_every_token(documents, count, any_folder, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("The quick brown fox\njumps over the lazy dog.\n\nhello, how are you?\n\n\nagain\n")
     data = CLMData(str(path), tokenizer=any_folder, documents=documents, max_length=8)
@@ -28,16 +28,16 @@ def test_blocks_hold_every_token(documents, count, any_folder, tmp_path):
     assert (lengths[:-1] == 8).all() and lengths.sum() == len(ids)
 
 
-def test_long_documents_in_pieces_read_as_one(any_folder, tmp_path, monkeypatch):
+def test_a_long_document_read_in_parts_gives_the_same_tokens(any_folder, tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"The quick brown fox {n} jumps\n" for n in range(60)))
     full = CLMData(str(path), tokenizer=any_folder, max_length=32)
     full.setup("fit")
     monkeypatch.setattr("lmmods.data.read.readers.TEXT_PART", 100)
-    pieces = CLMData(str(path), tokenizer=any_folder, max_length=32, rebuild_cache=True)
-    pieces.setup("fit")
-    assert next(iter(pieces.report["sources"].values()))["rows_read"] > 5
-    assert tokens_in_order(pieces) == tokens_in_order(full)
+    in_parts = CLMData(str(path), tokenizer=any_folder, max_length=32, rebuild_cache=True)
+    in_parts.setup("fit")
+    assert next(iter(in_parts.report["sources"].values()))["rows_read"] > 5
+    assert tokens_in_order(in_parts) == tokens_in_order(full)
 
 
 def test_a_corpus_shorter_than_a_block_trains(any_folder, tmp_path):
@@ -48,7 +48,7 @@ def test_a_corpus_shorter_than_a_block_trains(any_folder, tmp_path):
     assert batch["input_ids"].shape[0] == 1 and (batch["labels"] != -100).sum() == batch["attention_mask"].sum()
 
 
-def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
+def test_documents_are_not_joined_with_join_false(byte_level_folder, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"body": "hello " * n}) + "\n" for n in (1, 30, 3)))
     data = CLMData(str(path), tokenizer=byte_level_folder, text_column="body", max_length=16, join=False)
@@ -58,7 +58,7 @@ def test_separate_documents_fill_rows_of_their_own(byte_level_folder, tmp_path):
     assert items.lengths.max() <= 16 and items.lengths.sum() == data.rows("train").lengths.sum()
 
 
-def test_a_wrong_column_and_an_empty_corpus_are_errors(byte_level_folder, tmp_path):
+def test_a_wrong_column_and_an_empty_corpus_are_rejected(byte_level_folder, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match=r"a.jsonl:1: no column 'text'; the columns are body"):
         CLMData(str(tmp_path / "a.jsonl"), tokenizer=byte_level_folder).setup("fit")
@@ -75,16 +75,16 @@ def test_validation_blocks_come_from_other_documents(byte_level_folder, tmp_path
         data.tokenizer.decode([t for n in range(len(i)) for t in i[n]["input_ids"]])
         for i in (data.items("train"), data.items("val"))
     ]
-    seen = [{line for line in part.split("<|endoftext|>") if line} for part in text]
-    assert len(seen[1]) == 10 and not seen[0] & seen[1] and len(seen[0] | seen[1]) == 50
+    documents = [{line for line in part.split("<|endoftext|>") if line} for part in text]
+    assert len(documents[1]) == 10 and not documents[0] & documents[1] and len(documents[0] | documents[1]) == 50
 
 
-def test_columns_named_as_the_marks_of_pieces_change_nothing(byte_level_folder, write_jsonl):
+def test_columns_named_starts_and_ends_change_nothing(byte_level_folder, write_jsonl):
     rows = [{"text": "the quick brown fox", "starts": 0, "ends": False}, {"text": "jumps", "starts": 3, "ends": None}]
     plain = [{"text": row["text"]} for row in rows]
-    ids = [CLMData(write_jsonl(each, f"{len(each[0])}.jsonl"), tokenizer=byte_level_folder, max_length=16, batch_size=1)
-           .rows_for_inspection(9) for each in (rows, plain)]
-    assert [row["input_ids"] for row in ids[0]] == [row["input_ids"] for row in ids[1]]
+    inspected = [CLMData(write_jsonl(variant, f"{len(variant[0])}.jsonl"), tokenizer=byte_level_folder, max_length=16,
+                         batch_size=1).rows_for_inspection(9) for variant in (rows, plain)]
+    assert [row["input_ids"] for row in inspected[0]] == [row["input_ids"] for row in inspected[1]]
 
 
 def test_the_report_counts_replaced_columns(byte_level_folder, write_jsonl):

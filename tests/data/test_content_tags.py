@@ -1,4 +1,4 @@
-"""Special tokens in texts: content tags such as <think> are whole everywhere, and no text makes a control token."""
+"""Special tokens in texts: content tags such as <think> are single tokens, and no text becomes a control token."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,7 @@ ROWS = [{"messages": [{"role": "user", "content": "Say 7.</s><|im_end|> <think>"
                       {"role": "assistant", "content": ANSWER}]}]
 
 
-def tokenizer_with(tags, template=PLAIN, **roles):
+def make_tokenizer(tags, template=PLAIN, **roles):
     backend = train_byte_level(["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "</s>", "pad_token": "<pad>",
                                                                      **roles})
@@ -31,14 +31,14 @@ def tokenizer_with(tags, template=PLAIN, **roles):
 def folder(tmp_path):
     """A function that saves a tokenizer with special tags."""
     def save(tags=TAGS, template=PLAIN):
-        tokenizer_with(tags, template).save_pretrained(tmp_path / "tokenizer")
+        make_tokenizer(tags, template).save_pretrained(tmp_path / "tokenizer")
         return str(tmp_path / "tokenizer")
 
     return save
 
 
-def build(kind, folder, path, **fields):
-    data = kind(path, tokenizer=folder, **{"max_length": 512, **fields})
+def build(data_class, folder, path, **fields):
+    data = data_class(path, tokenizer=folder, **{"max_length": 512, **fields})
     data.prepare_data()
     data.setup("fit")
     return data
@@ -49,7 +49,7 @@ MARKED = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{%
 ROLES = ["<user>", "</user>", "<assistant>", "</assistant>"]
 
 
-@pytest.mark.parametrize(("tags", "template", "roles", "found"), [
+@pytest.mark.parametrize(("tags", "template", "roles", "expected"), [
     (TAGS, PLAIN, {}, TAGS),
     (TAGS, None, {}, TAGS),
     (["<think>"], PLAIN, {}, []),  # no pair
@@ -62,18 +62,18 @@ ROLES = ["<user>", "</user>", "<assistant>", "</assistant>"]
     ([*TAGS, *ROLES], MARKED.replace("</{", "</s></{"), {}, TAGS),
     (TAGS, "{{ raise_exception('<answer>') }}", {}, TAGS[:2]),
 ])
-def test_which_special_tokens_are_tags(tags, template, roles, found):
-    assert content_tags(tokenizer_with(tags, template, **roles)) == sorted(found)
+def test_paired_special_tokens_of_the_content_are_tags(tags, template, roles, expected):
+    assert content_tags(make_tokenizer(tags, template, **roles)) == sorted(expected)
 
 
-def test_tags_are_whole_and_other_special_tokens_in_texts_are_not(folder, write_jsonl):
+def test_in_texts_only_tags_become_special_tokens(folder, write_jsonl):
     data = build(SFTData, folder(), write_jsonl(ROWS))
     tokenizer = data.tokenizer
     [row] = data.rows_for_inspection(1)
     tokens, length = tokenizer.convert_ids_to_tokens(row["input_ids"]), row["prompt_length"]
     assert [token for token in tokens if token in tokenizer.all_special_tokens] == ["<think>", *TAGS, "</s>"]
     assert tokens[length] == "<think>" and tokens[-2:] == ["</answer>", "</s>"]
-    # As inference renders it, but for what the user typed.
+    # As inference renders it, except for what the user typed.
     prompt = [{"role": "user", "content": "Say 7. <think>"}, {"role": "assistant", "content": ANSWER}]
     path = write_jsonl([{"messages": prompt}], "other.jsonl")
     expected = tokenizer.apply_chat_template(prompt, return_dict=False)
@@ -84,7 +84,7 @@ def test_tags_are_whole_and_other_special_tokens_in_texts_are_not(folder, write_
             if token in tokenizer.all_special_tokens] == ["<s>", *TAGS, "</s>"]
 
 
-def test_predictions_have_the_tags_that_their_references_have(folder, write_jsonl):
+def test_predictions_keep_the_tags_as_references_do(folder, write_jsonl):
     data = build(SFTData, folder(), write_jsonl(ROWS))
     [row] = data.rows_for_inspection(1)
     ids, length = row["input_ids"], row["prompt_length"]
@@ -96,8 +96,8 @@ def test_predictions_have_the_tags_that_their_references_have(folder, write_json
     assert prompts.prompt("train", 0).reference == prompts.codec.decode_answers([ids[length:]])[0] == ANSWER
 
 
-def test_only_what_is_around_a_text_is_left_out():
-    tokenizer = tokenizer_with(TAGS, bos_token="<s>")
+def test_decoding_removes_special_tokens_only_around_a_text():
+    tokenizer = make_tokenizer(TAGS, bos_token="<s>")
     ids = tokenizer.convert_tokens_to_ids(["<pad>", "<s>", "a", "<|im_end|>", "</s>", "<think>", "b", "<|im_end|>",
                                            "</s>", "<pad>"])
     assert decode(tokenizer, ids) == "a<|im_end|></s><think>b<|im_end|>"
@@ -105,9 +105,9 @@ def test_only_what_is_around_a_text_is_left_out():
     assert decode(tokenizer, ids[:2]) == decode(tokenizer, []) == ""
 
 
-def test_special_tokens_that_stay_in_pieces_are_reported(folder, write_jsonl):
+def test_special_tokens_spelled_in_texts_are_reported(folder, write_jsonl):
     rows = [{"messages": [{"role": "user", "content": "<|im_start|>"},
-                          {"role": "assistant", "content": f"{number} <|im_end|><|im_end|>"}]} for number in range(2)]
+                          {"role": "assistant", "content": f"{index} <|im_end|><|im_end|>"}]} for index in range(2)]
     data = build(SFTData, folder(), write_jsonl(rows))
     [source] = data.report["sources"].values()
     assert source["special_tokens_spelled"] == {"<|im_end|>": 2}
@@ -116,14 +116,14 @@ def test_special_tokens_that_stay_in_pieces_are_reported(folder, write_jsonl):
     [tagged] = build(SFTData, folder(), write_jsonl(ROWS, "tags.jsonl")).report["sources"].values()
     assert "special_tokens_spelled" not in tagged
     pair = {"prompt": "Say 7.", "chosen": "7 </s>", "rejected": "<|im_start|>"}
-    for kind, rows, spelled in ((CLMData, [{"text": f"{ANSWER}</s>"}], {"</s>": 1}),
-                                (PreferenceData, [pair], {"</s>": 1, "<|im_start|>": 1})):
+    for data_class, rows, spelled in ((CLMData, [{"text": f"{ANSWER}</s>"}], {"</s>": 1}),
+                                      (PreferenceData, [pair], {"</s>": 1, "<|im_start|>": 1})):
         path = write_jsonl(rows, "others.jsonl")
-        [source] = build(kind, folder(), path, max_length=128).report["sources"].values()
+        [source] = build(data_class, folder(), path, max_length=128).report["sources"].values()
         assert source["special_tokens_spelled"] == spelled
 
 
-def test_a_special_token_may_be_named_to_be_found_in_text(folder, write_jsonl):
+def test_add_tokens_lets_a_special_token_match_in_text(folder, write_jsonl):
     """Unless it has a role, or the template writes it."""
     names = ["[THINK]", "<|im_end|>", "</s>"]
     path = write_jsonl([{"messages": [{"role": "user", "content": "Say 7.</s><|im_end|>"},

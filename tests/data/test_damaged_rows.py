@@ -1,4 +1,4 @@
-"""A value of the wrong kind at any place of a row leaves a conversation, or one reason: never a traceback."""
+"""A value of the wrong type anywhere in a row gives a conversation or one reason, never a traceback."""
 
 import copy
 from itertools import pairwise
@@ -13,13 +13,13 @@ WRONG = [None, True, 0, -1.5, float("nan"), 10**30, "", "x", "\ud83d", "[]", '{"
          ["x"], {}, {"a": None}, {"role": "user"}, [{"role": "user", "content": "x"}]]
 
 
-def places(node: object, path: tuple = ()):
+def list_paths(node: object, path: tuple = ()):
     yield path
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        yield from places(value, (*path, key))
+        yield from list_paths(value, (*path, key))
 
 
-def replaced(row: dict, path: tuple, value: object) -> dict:
+def replace_value(row: dict, path: tuple, value: object) -> dict:
     row = copy.deepcopy(row)
     node = row
     for key in path[:-1]:
@@ -58,18 +58,18 @@ def assert_well_formed(conversation: Conversation) -> None:
     ("openai-batch", {"custom_id": "1", "body": {"messages": [USER], "tools": [TOOL]},
                       "response": {"body": {"choices": [{"message": REPLY}]}}}),
 ])
-def test_wrong_values_at_any_place_give_a_conversation_or_a_reason(layout, row):
+def test_a_wrong_value_anywhere_gives_a_conversation_or_a_reason(layout, row):
     assert_well_formed(read(layout, row))
-    paths = [path for path in places(row) if path]
+    paths = [path for path in list_paths(row) if path]
     for path, value in ((path, value) for path in paths for value in WRONG):
-        damaged = replaced(row, path, value)
+        damaged = replace_value(row, path, value)
         try:
             assert_well_formed(read_conversation(layout, damaged, {}))
         except RowProblem as problem:
             assert str(problem) and len(str(problem)) < 200
     for first, second in pairwise(paths):
         if second[: len(first)] != first:
-            damaged = replaced(replaced(row, first, None), second, [[1]])
+            damaged = replace_value(replace_value(row, first, None), second, [[1]])
             try:
                 assert_well_formed(read_conversation(layout, damaged, {}))
             except RowProblem:

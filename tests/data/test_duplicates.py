@@ -1,4 +1,4 @@
-"""Duplicates: equal rows by their text, nearly equal ones as a comparison of all pairs finds them."""
+"""Duplicates: equal rows by their text, near duplicates compared with a search through all pairs."""
 
 import random
 import re
@@ -24,74 +24,76 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 WORDS = [f"{first}{second}" for first in "abcdefghij" for second in ("na", "ro", "ti", "ke", "su", "mo")]
 
 
-def found_in(texts, threshold=None):
-    result = find_duplicates(range(len(texts)), lambda number: [texts[number]], threshold)
+def list_duplicates(texts, threshold=None):
+    result = find_duplicates(range(len(texts)), lambda index: [texts[index]], threshold)
     return list(zip(result.rows.tolist(), result.of.tolist(), result.near.tolist(), strict=True))
 
 
-def tuples_of(text):
+def list_ngrams(text):
     words = re.findall(r"\w+", text.lower())
     size = min(5, len(words))
-    return {tuple(words[place : place + size]) for place in range(len(words) - size + 1)} if words else set()
+    return {tuple(words[start : start + size]) for start in range(len(words) - size + 1)} if words else set()
 
 
 def jaccard(one, other):
     return len(one & other) / len(one | other)
 
 
-def altered(text, share, draw):
-    return " ".join(draw.choice(WORDS) if draw.random() < share else word for word in text.split())
+def replace_words(text, fraction, rng):
+    return " ".join(rng.choice(WORDS) if rng.random() < fraction else word for word in text.split())
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_texts():
+def test_equal_texts_are_duplicates_of_the_first():
     texts = ["Say  one.", "say one.", " Say one.\n", "Zoe\u0308", "Zo\u00eb", "Say one", "", "Say one.", ""]
-    assert found_in(texts) == [(2, 0, False), (4, 3, False), (7, 0, False)]
+    assert list_duplicates(texts) == [(2, 0, False), (4, 3, False), (7, 0, False)]
 
 
-def test_no_text_like_another():
+def test_different_texts_are_no_duplicates():
     texts = ["One fine day in the middle of the night", "Two other boys got up to fight", "!"]
-    assert found_in(texts, 0.8) == [] == found_in([], 0.8) == found_in([""], None)
+    assert list_duplicates(texts, 0.8) == [] == list_duplicates([], 0.8) == list_duplicates([""], None)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95, 1.0])
-def test_nearly_equal_texts_as_a_comparison_of_all_pairs(threshold):
-    draw = random.Random(3)
+def test_near_duplicates_equal_a_comparison_of_all_pairs(threshold):
+    rng = random.Random(3)
     texts = []
     for _ in range(60):
-        text = " ".join(draw.choices(WORDS, k=draw.randrange(3, 120)))
-        texts += [text, *(altered(text, share, draw) for share in draw.choices([0, 0.005, 0.02, 0.05, 0.15], k=3))]
+        text = " ".join(rng.choices(WORDS, k=rng.randrange(3, 120)))
+        fractions = rng.choices([0, 0.005, 0.02, 0.05, 0.15], k=3)
+        texts += [text, *(replace_words(text, fraction, rng) for fraction in fractions)]
     texts += [text.upper() + "!" for text in texts[:10]] + ["...", "?!"]
-    draw.shuffle(texts)
-    # Without pairs so near the threshold that some are missed.
+    rng.shuffle(texts)
+    # Without pairs just above the threshold, some of which are missed.
     sets = []
     for text in [*texts]:
-        own, minimum = tuples_of(text), min(threshold + 0.15, 1)
-        if any(threshold <= jaccard(own, other) < minimum for other in sets if own and other):
+        ngrams, minimum = list_ngrams(text), min(threshold + 0.15, 1)
+        if any(threshold <= jaccard(ngrams, other) < minimum for other in sets if ngrams and other):
             texts.remove(text)
         else:
-            sets.append(own)
-    stays, expected, plain = [], [], {}
-    for number, own in enumerate(sets):
-        first = plain.setdefault(texts[number], number)
-        near = next((other for other in stays if own and sets[other] and jaccard(own, sets[other]) >= threshold), None)
-        if near is None and first == number:
-            stays.append(number)
+            sets.append(ngrams)
+    kept, expected, plain = [], [], {}
+    for index, ngrams in enumerate(sets):
+        first = plain.setdefault(texts[index], index)
+        near = next((other for other in kept
+                     if ngrams and sets[other] and jaccard(ngrams, sets[other]) >= threshold), None)
+        if near is None and first == index:
+            kept.append(index)
         else:
-            expected.append((number, near if near is not None else first))
-    result = found_in(texts, threshold)
+            expected.append((index, near if near is not None else first))
+    result = list_duplicates(texts, threshold)
     assert [(row, of) for row, of, _ in result] == expected and len(expected) > 40
     assert all(near or texts[row] == texts[of] for row, of, near in result)
 
 
-def test_signatures_estimate_the_similarity():
-    draw, signer, deviations = random.Random(1), Signer(0.8), []
-    for share in [0.01, 0.03, 0.1, 0.2] * 25:
-        text = " ".join(draw.choices(WORDS, k=150))
-        pair = [text, altered(text, share, draw)]
-        exact = jaccard(*map(tuples_of, pair))
+def test_signatures_estimate_the_jaccard_similarity():
+    rng, signer, deviations = random.Random(1), Signer(0.8), []
+    for fraction in [0.01, 0.03, 0.1, 0.2] * 25:
+        text = " ".join(rng.choices(WORDS, k=150))
+        pair = [text, replace_words(text, fraction, rng)]
+        exact = jaccard(*map(list_ngrams, pair))
         one, other = map(shingles, pair)
         assert compute_similarity(one, other) == pytest.approx(exact, abs=1e-12)
         estimate = (signer.signature(one) == signer.signature(other)).mean()
@@ -108,14 +110,14 @@ def test_bands_find_pairs_at_the_threshold(threshold):
     assert longer > PERMUTATIONS or 1 - (1 - threshold**longer) ** (PERMUTATIONS // longer) < 0.98
 
 
-def test_long_texts_are_signed_in_parts(monkeypatch):
+def test_a_long_text_has_the_same_signature_in_parts(monkeypatch):
     hashes = shingles(" ".join(random.Random(2).choices(WORDS, k=3000)))
     full = Signer(0.8)(hashes)
     monkeypatch.setattr(duplicates, "AT_ONCE", 7)
     assert (Signer(0.8)(hashes) == full).all()
 
 
-def test_words():
+def test_text_is_split_into_words_and_ngrams():
     assert words_in("It's 3.5 O\u2019Clock, na\u00efve_x! 東京へ行く 안녕 하세요") == [
         "it", "s", "3", "5", "o", "clock", "na\u00efve_x", "東", "京", "へ", "行", "く", "안녕", "하세요"]
     one, other = ngram_hashes(["a", "b", "c", "a", "b"], 2), ngram_hashes(["b", "a", "b"], 2)
@@ -126,8 +128,8 @@ def test_words():
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def build(source, folder, kind=SFTData, **fields):
-    data = kind(source, tokenizer=folder, **{"max_length": 512, "deduplicate": "exact", **fields})
+def build(source, folder, data_class=SFTData, **fields):
+    data = data_class(source, tokenizer=folder, **{"max_length": 512, "deduplicate": "exact", **fields})
     data.prepare_data()
     data.setup("fit")
     return data
@@ -148,23 +150,23 @@ def sources(write_jsonl):
     return [write_jsonl(first, "first.jsonl"), write_jsonl(second, "second.jsonl")]
 
 
-def test_the_first_stays_and_the_others_are_counted(spm_folder, sources):
+def test_the_first_row_is_kept_and_the_others_are_counted(spm_folder, sources):
     data = build(sources, spm_folder)
     assert [row["location"].rpartition("/")[2] for row in data.rows_for_inspection(99)] == [
         *(f"first.jsonl:{n}" for n in range(1, 10)), *(f"second.jsonl:{n}" for n in range(2, 7))]
     first, second = data.report["sources"].values()
-    for source, number, examples in ((first, 3, [(10, 1), (11, 2), (12, 3)]), (second, 1, [(1, 4)])):
+    for source, num_dropped, examples in ((first, 3, [(10, 1), (11, 2), (12, 3)]), (second, 1, [(1, 4)])):
         entry = source["dropped"]["the same as an earlier row"]
-        assert entry["rows"] == number == source["rows_dropped"]
-        assert source["rows_kept"] == source["rows_read"] - number
-        places = [re.findall(r"(\w+)\.jsonl:(\d+)", example) for example in entry["first"]]
-        assert places == [[(part, str(row)), ("first", str(of))] for part, (row, of) in
-                          zip(["first" if source is first else "second"] * 3, examples, strict=False)]
+        assert entry["rows"] == num_dropped == source["rows_dropped"]
+        assert source["rows_kept"] == source["rows_read"] - num_dropped
+        locations = [re.findall(r"(\w+)\.jsonl:(\d+)", example) for example in entry["first"]]
+        assert locations == [[(part, str(row)), ("first", str(of))] for part, (row, of) in
+                             zip(["first" if source is first else "second"] * 3, examples, strict=False)]
     first = f"{sources[0]}:10, like {sources[0]}:1"
     assert f"  dropped 3: the same as an earlier row (first {first})" in data.report_table()
 
 
-def test_nearly_equal_rows_are_counted_by_themselves(spm_folder, sources):
+def test_near_duplicates_are_counted_separately(spm_folder, sources):
     result = build(sources, spm_folder, deduplicate="minhash").report["sources"][sources[1]]["dropped"]
     assert result["the same as an earlier row"]["rows"] == 1
     assert result["nearly the same as an earlier row"] == {
@@ -173,7 +175,7 @@ def test_nearly_equal_rows_are_counted_by_themselves(spm_folder, sources):
     assert result["dropped"]["nearly the same as an earlier row"]["rows"] == 3
 
 
-def test_no_repetition_among_the_validation_rows(spm_folder, write_jsonl):
+def test_validation_rows_are_deduplicated_before_the_split(spm_folder, write_jsonl):
     path = write_jsonl([{"instruction": f"Say {n % 10}.", "output": "x"} for n in range(40)])
     for seed in range(5):
         data = build(path, spm_folder, val_size=4, seed=seed)
@@ -182,22 +184,22 @@ def test_no_repetition_among_the_validation_rows(spm_folder, write_jsonl):
         assert sorted(rows) == list(range(10))
 
 
-def test_kept_in_the_cache_and_found_again_where_it_is_damaged(spm_folder, sources, tmp_path, monkeypatch):
+def test_duplicates_are_cached_and_recomputed_if_the_cache_is_damaged(spm_folder, sources, tmp_path, monkeypatch):
     first = build(sources, spm_folder).report
-    (kept,) = (tmp_path / "cache").glob("duplicates-*.npz")
+    (cached,) = (tmp_path / "cache").glob("duplicates-*.npz")
     with monkeypatch.context() as patch:
         patch.setattr("lmmods.data.splits.find_duplicates", lambda *_: pytest.fail("compared again"))
         assert build(sources, spm_folder).report == first
-    content = bytearray(kept.read_bytes())
+    content = bytearray(cached.read_bytes())
     content[100] ^= 1
-    kept.write_bytes(content)
-    assert build(sources, spm_folder).report == first and kept.read_bytes() != content
+    cached.write_bytes(content)
+    assert build(sources, spm_folder).report == first and cached.read_bytes() != content
     build(sources, spm_folder, deduplicate="minhash")
     build(sources[:1], spm_folder)
     assert len(list((tmp_path / "cache").glob("duplicates-*.npz"))) == 3
 
 
-def test_weights_repeat_what_stays(spm_folder, sources):
+def test_source_weights_repeat_the_deduplicated_rows(spm_folder, sources):
     data = build([{"path": sources[0], "weight": 2}, sources[1]], spm_folder)
     assert len(data.rows("train")) == 2 * 9 + 5
 
@@ -208,7 +210,7 @@ PAIR = {"prompt": "Say one.", "chosen": "one", "rejected": "two"}
 TOOL = [{"type": "function", "function": {"name": "f", "description": "Count.", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize(("kind", "fields", "same", "other"), [
+@pytest.mark.parametrize(("data_class", "fields", "same", "other"), [
     (CLMData, {}, {"text": "one  two"}, {"text": "one two"}),
     (CLMData, {}, {"text": "if a:\n    b()\nc()"}, {"text": "if a:\n    b()\n    c()"}),
     (PreferenceData, {}, PAIR, {**PAIR, "rejected": "three"}),
@@ -223,15 +225,15 @@ TOOL = [{"type": "function", "function": {"name": "f", "description": "Count.", 
     (PreferenceData, {}, {**PAIR, "prompt": [{"role": "system", "content": "In base 8."}, CHAT[0]]},
      {**PAIR, "prompt": CHAT[:1]}),
 ], ids=str)
-def test_what_tells_rows_of_a_task_apart(kind, fields, same, other, spm_folder, write_jsonl):
+def test_rows_that_differ_for_their_task_are_no_duplicates(data_class, fields, same, other, spm_folder, write_jsonl):
     path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
-    data = build(path, spm_folder, kind, **fields)
+    data = build(path, spm_folder, data_class, **fields)
     assert len(data.rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
 
 
 @pytest.mark.parametrize("columns", [("answer",), None])
-def test_what_rewards_read_tells_prompts_apart(columns, spm_folder, write_jsonl):
-    """Also of nearly equal ones. If any code may read a row, all its columns count."""
+def test_prompts_that_differ_in_a_reward_column_are_no_duplicates(columns, spm_folder, write_jsonl):
+    """Near duplicates, too. If any code may read a row, all its columns count."""
     rows = [{"prompt": f"{LONG}?", "answer": answer, "id": id} for answer, id in (("1", 1), ("1", 2), ("2", 1))]
     for option in ("exact", "minhash"):
         data = PromptData(write_jsonl(rows), tokenizer=spm_folder, max_length=512, deduplicate=option)
@@ -244,18 +246,18 @@ def test_what_rewards_read_tells_prompts_apart(columns, spm_folder, write_jsonl)
 WITH_TOOLS = "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
 
 
-def test_nearly_equal_rows_have_equal_system_turns_and_tools(spm_folder, write_jsonl, tmp_path):
+def test_near_duplicates_have_equal_system_turns_and_tools(spm_folder, write_jsonl, tmp_path):
     (tmp_path / "chat.jinja").write_text(WITH_TOOLS)
     chat = [{"role": "user", "content": LONG}, {"role": "assistant", "content": ANSWER}]
     rows = [{"messages": [{"role": "system", "content": system}, chat[0], {**chat[1], "content": ANSWER + end}]}
             for system in ("Base 8.", "Base 16.") for end in ("", "!")]
     path = write_jsonl([*rows, {"messages": chat, "tools": TOOL}, {"messages": chat}])
-    for option, stays in (("minhash", [0, 2, 4, 5]), ("exact", [0, 1, 2, 3, 4, 5])):
+    for option, kept in (("minhash", [0, 2, 4, 5]), ("exact", [0, 1, 2, 3, 4, 5])):
         data = build(path, spm_folder, deduplicate=option, template=str(tmp_path / "chat.jinja"))
-        assert data.rows("train").index.tolist() == stays
+        assert data.rows("train").index.tolist() == kept
 
 
-@pytest.mark.parametrize(("kind", "same", "other"), [
+@pytest.mark.parametrize(("data_class", "same", "other"), [
     (QAData, {"question": "What?", **SQUAD}, {"question": "Which?", **SQUAD}),
     (QAData, {"question": "What?", **SQUAD}, {"question": "What?", **SQUAD, "answers": {"text": ["tide"],
                                                                                      "answer_start": [4]}}),
@@ -264,12 +266,12 @@ def test_nearly_equal_rows_have_equal_system_turns_and_tools(spm_folder, write_j
     (MultipleChoiceData, {"question": "What?", "choices": ["one", "two"], "label": 0},
      {"question": "What?", "choices": ["one", "three"], "label": 0}),
 ])
-def test_what_tells_labelled_rows_apart(kind, same, other, bert_folder, write_jsonl):  # noqa: F811
+def test_rows_with_different_labels_are_no_duplicates(data_class, same, other, bert_folder, write_jsonl):  # noqa: F811
     path = write_jsonl([{**row, "id": f"row {n}"} for n, row in enumerate([same, other, same])])
-    fields = {"max_length": 32, "question_max_length": 8, "stride": 4} if kind is QAData else {"max_length": 32}
-    if kind is TokenClassificationData:
+    fields = {"max_length": 32, "question_max_length": 8, "stride": 4} if data_class is QAData else {"max_length": 32}
+    if data_class is TokenClassificationData:
         fields["labels"] = ["A", "B"]
-    data = build(path, bert_folder, kind, **fields)
+    data = build(path, bert_folder, data_class, **fields)
     assert len(data.rows("train")) == 2 and data.report["sources"][path]["rows_dropped"] == 1
 
 
@@ -278,6 +280,6 @@ def test_what_tells_labelled_rows_apart(kind, same, other, bert_folder, write_js
     ({"minhash_threshold": 0.9}, "must be 0.8, its default, unless data.deduplicate is minhash"),
     ({"deduplicate": "minhash", "minhash_threshold": 1.1}, "must be more than 0 and at most 1"),
 ])
-def test_what_it_cannot_do_is_an_error(fields, message):
+def test_unsupported_deduplication_settings_are_rejected(fields, message):
     with pytest.raises(UserError, match=message):
         SFTData("rows.jsonl", **fields)

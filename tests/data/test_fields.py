@@ -1,4 +1,4 @@
-"""Fields of the data modules: light to import, and open to a task's own keys in two ways."""
+"""Fields of the data modules: light to import, and a task can add keys in two ways."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from lmmods.recipe.tasks.sft import SFTDataFields
 
 
 class WithConstructor(SFTData):
-    """Rows of one's own.
+    """A custom data class.
 
     Args:
         more: A key of its own.
@@ -28,7 +28,7 @@ class WithConstructor(SFTData):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MoreFields(SFTDataFields):
-    """Fields of one's own.
+    """Custom fields.
 
     Args:
         more: A key of its own.
@@ -38,20 +38,20 @@ class MoreFields(SFTDataFields):
 
 
 class WithFields(MoreFields, SFTData):
-    """Rows of one's own."""
+    """A custom data class."""
 
 
-@pytest.mark.parametrize("own", [WithConstructor, WithFields])
-def test_own_keys_stand_beside_those_of_the_task(own):
-    data = own("rows.jsonl", more=4, batch_size=2)
+@pytest.mark.parametrize("data_class", [WithConstructor, WithFields])
+def test_a_task_can_add_keys_to_the_common_ones(data_class):
+    data = data_class("rows.jsonl", more=4, batch_size=2)
     assert (data.more, data.batch_size, data.eval_batch_size, data.seed, data.template) == (4, 2, 2, 0, None)
-    keys = keys_of(own)
+    keys = keys_of(data_class)
     assert keys["more"].text == "A key of its own."
     assert keys["batch_size"].text == "Rows per micro-batch and device in training."
     assert keys["template"].text.startswith("Chat template: alpaca")
 
 
-def test_fields_need_no_library():
+def test_importing_the_fields_loads_no_heavy_library():
     code = ("import sys, lmmods.recipe.reader; "
             "print({'numpy', 'pyarrow', 'torch', 'lightning'} & sys.modules.keys())")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
