@@ -1,4 +1,4 @@
-"""Each layout is told from its columns and becomes the right conversation."""
+"""Each layout is detected from its columns and converted to the right conversation."""
 
 import json
 
@@ -118,7 +118,7 @@ def conversations(name, *rows):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_layout_is_recognised_and_converted(name):
+def test_each_layout_is_detected_and_converted(name):
     row, expected = ROWS[name]
     assert detect_format(row, "f:1") == name
     assert conversations(name, row) == [expected]
@@ -129,7 +129,7 @@ def test_the_layout_is_recognised_and_converted(name):
     ("instruction solution", "alpaca"), ("prompt answer", "prompt-completion"), ("prompt", "prompt-completion"),
     ("question context", "question-answer"), ("input target", "input-output"),
     ("instruction_with_input input", "input-output")])
-def test_prompts_have_the_layout_that_reads_most_of_their_columns(columns, layout):
+def test_prompts_get_the_layout_that_reads_most_of_their_columns(columns, layout):
     row = {name: f"the {name}" for name in columns.split()}
     assert detect_format(row, "f:1", prompts_only=True) == layout
     [message] = read_conversation(layout, row, {}).messages
@@ -139,7 +139,7 @@ def test_prompts_have_the_layout_that_reads_most_of_their_columns(columns, layou
 
 
 @pytest.mark.parametrize("columns", ["problem solution", "context answer", "chosen_answer", "custom_id", "message_id"])
-def test_prompts_of_no_layout_are_refused(columns):
+def test_prompts_that_fit_no_layout_are_rejected(columns):
     with pytest.raises(UserError, match="fit no known format, also without the column of the response .*alpaca: "):
         detect_format(dict.fromkeys(columns.split(), "x"), "f:1", prompts_only=True)
 
@@ -148,7 +148,7 @@ def test_every_layout_is_tested():
     assert set(FORMATS) == {*ROWS, "oasst1-messages"}
 
 
-def test_oasst_messages_follow_the_best_reply_and_keep_orphans():
+def test_oasst_conversations_follow_the_best_reply_and_keep_orphans():
     rows = [
         {"message_id": "c", "parent_id": "b", "text": "more", "role": "prompter", "rank": None},
         {"message_id": "x", "parent_id": "a", "text": "worse", "role": "assistant", "rank": 1},
@@ -161,14 +161,14 @@ def test_oasst_messages_follow_the_best_reply_and_keep_orphans():
     assert conversations("oasst1-messages", *rows) == [TWO_TURNS, [("user", "alone")]]
 
 
-def test_instances_and_reformulations_become_rows():
+def test_each_instance_and_reformulation_becomes_a_row():
     item = {"instruction_with_input": "ask", "output": "reply"}
     assert (
         conversations("unnatural-instructions", {"instances": [item, item], "reformulations": [item]}) == [EXCHANGE] * 3
     )
 
 
-def test_input_is_kept_apart():
+def test_the_alpaca_input_stays_separate_from_the_instruction():
     row = {"instruction": "a", "input": "b", "output": "c"}
     assert read_conversation("alpaca", row, {}).messages[0] == {"role": "user", "content": "a", "input": "b"}
 
@@ -184,26 +184,26 @@ def test_input_is_kept_apart():
         ({"a": 1}, "not a list"),
     ],
 )
-def test_damaged_turns_give_a_reason(turns, reason):
+def test_a_damaged_turn_drops_the_row_with_a_reason(turns, reason):
     with pytest.raises(RowProblem, match=reason):
         read_conversation("messages", {"messages": turns}, {})
 
 
-def test_roles_can_be_named(spm_folder, write_jsonl):
+def test_data_roles_maps_role_names(spm_folder, write_jsonl):
     rows = [{"conversations": [{"from": "Kunde", "value": "hello"}, {"from": "Hilfe", "value": "again"}]}]
     data = SFTData(write_jsonl(rows), tokenizer=spm_folder, roles={"Kunde": "user", "Hilfe": "assistant"})
     data.setup("fit")
     assert data.report["splits"]["train"]["rows"] == 1
 
 
-def test_unfitting_columns_are_listed(spm_folder, write_jsonl):
+def test_columns_that_fit_no_layout_are_listed_in_the_error(spm_folder, write_jsonl):
     with pytest.raises(
         UserError, match=r"rows.jsonl:1: the columns a, b fit no known format .*alpaca: instruction, output"
     ):
         SFTData(write_jsonl([{"a": 1, "b": 2}]), tokenizer=spm_folder).setup("fit")
 
 
-def test_sources_of_different_layouts_and_weights_mix(spm_folder, write_jsonl):
+def test_sources_with_different_layouts_and_weights_mix(spm_folder, write_jsonl):
     alpaca = write_jsonl([{"instruction": "ask", "output": f"a{n}"} for n in range(10)], "a.jsonl")
     chat = write_jsonl([{"prompt": "ask", "completion": f"b{n}"} for n in range(10)], "b.jsonl")
     data = SFTData([{"path": alpaca, "weight": 2}, {"path": chat, "weight": 0.5, "limit": 4}], tokenizer=spm_folder)

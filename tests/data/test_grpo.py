@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning, and the division of epochs into rollouts."""
+"""GRPO prompts, and how epochs are divided into rollouts."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ ROWS = [{"instruction": "Say one.", "input": "", "output": "one", "level": 1},
         {"instruction": "Say two.", "input": "", "output": "two", "level": 3}]
 
 
-def data_of(folder, path, rows=ROWS, new_tokens=4, **settings) -> PromptData:
+def build_data(folder, path, rows=ROWS, new_tokens=4, **settings) -> PromptData:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = PromptData(source=str(path), **{"max_length": 256, "template": "alpaca", **settings})
     data.connect(pretrained=str(folder), seed=7, new_tokens=new_tokens)
@@ -31,7 +31,7 @@ def data_of(folder, path, rows=ROWS, new_tokens=4, **settings) -> PromptData:
     return data
 
 
-def test_prompts_are_checked_as_soon_as_they_are_there(llama_folder, tmp_path):
+def test_prompts_are_checked_against_the_rewards_in_setup(llama_folder, tmp_path):
     rewards = read_rewards([{"name": "exact_match", "column": "levle"}])
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -44,33 +44,33 @@ def test_prompts_are_checked_as_soon_as_they_are_there(llama_folder, tmp_path):
 
 # Prompts --------------------------------------------------------------------------------------------------------------
 
-def test_a_prompt_has_what_rewards_see(llama_folder, tmp_path):
-    data = data_of(llama_folder, tmp_path / "rows.jsonl")
+def test_a_prompt_has_the_row_and_reference_for_the_rewards(llama_folder, tmp_path):
+    data = build_data(llama_folder, tmp_path / "rows.jsonl")
     prompt = data.prompt("train", 2)
     assert prompt.reference == "two" and prompt.row["level"] == 3 and prompt.row_index == 2
     assert [message["role"] for message in prompt.conversation.messages] == ["user"]
-    assert data.tokenizer.decode(prompt.ids).endswith("### Response:")  # as at inference, with nothing of the answer
+    assert data.tokenizer.decode(prompt.ids).endswith("### Response:")  # as at inference, without the answer
 
 
-def test_rows_without_a_response_are_prompts_too(llama_folder, tmp_path):
-    data = data_of(llama_folder, tmp_path / "rows.jsonl", [{"prompt": "One?", "answer": "1"},
+def test_a_row_without_a_response_is_a_prompt(llama_folder, tmp_path):
+    data = build_data(llama_folder, tmp_path / "rows.jsonl", [{"prompt": "One?", "answer": "1"},
                                                           {"prompt": "Two?", "answer": "2"}])
     assert data.prompt("train", 0).reference is None and data.prompt("train", 0).row["answer"] == "1"
 
 
-def test_a_prompt_leaves_room_for_an_answer(llama_folder, tmp_path):
+def test_a_prompt_without_space_for_an_answer_is_dropped(llama_folder, tmp_path):
     path = tmp_path / "rows.jsonl"
-    lengths = [len(data_of(llama_folder, path).prompt("train", place).ids) for place in range(3)]
-    longest = max(lengths)
-    data = data_of(llama_folder, path, max_length=longest + 4, on_overflow="skip")
+    lengths = [len(build_data(llama_folder, path).prompt("train", index).ids) for index in range(3)]
+    max_prompt = max(lengths)
+    data = build_data(llama_folder, path, max_length=max_prompt + 4, on_overflow="skip")
     assert data.num_prompts("train") == 3
-    data = data_of(llama_folder, path, max_length=longest + 3, on_overflow="skip")
+    data = build_data(llama_folder, path, max_length=max_prompt + 3, on_overflow="skip")
     assert data.num_prompts("train") == 2
     assert sum(source["rows_dropped"] for source in data.report["sources"].values()) == 1
 
 
 @pytest.mark.parametrize(("key", "value"), [("packing", True), ("streaming", True), ("group_by_length", True)])
-def test_what_needs_answers_beforehand_is_refused(key, value):
+def test_options_that_need_answers_in_advance_are_rejected(key, value):
     with pytest.raises(UserError, match=f"data.{key}"):
         PromptData(source="rows.jsonl", **{key: value})
 
@@ -79,28 +79,28 @@ def test_what_needs_answers_beforehand_is_refused(key, value):
 
 @pytest.mark.parametrize(("prompts", "size", "per_step", "steps", "iterations"), [
     (7, 4, 2, 1, 1), (7, 4, 2, 2, 2), (8, 2, 4, 1, 3), (3, 8, 4, 1, 1), (3, 8, 4, 2, 2), (12, 3, 2, 3, 1)])
-def test_each_iteration_takes_each_answer_once(prompts, size, per_step, steps, iterations):
+def test_each_iteration_trains_on_each_answer_once(prompts, size, per_step, steps, iterations):
     plan = RolloutPlan(prompts, size, per_step, steps, iterations, seed=3)
-    taken, places = {}, {}
+    counts, rollouts = {}, {}
     for row in range(plan.num_rows):
-        place = plan.find(5, row)
-        assert place.start <= row < place.stop and place.epoch == 5
-        places[place.rollout] = place
-        answer = plan.answer_of(place, row)
+        rollout = plan.find(5, row)
+        assert rollout.start <= row < rollout.stop and rollout.epoch == 5
+        rollouts[rollout.rollout] = rollout
+        answer = plan.answer_of(rollout, row)
         if answer >= 0:
-            taken[place.rollout, answer] = taken.get((place.rollout, answer), 0) + 1
-    assert len(places) == plan.num_rollouts
-    assert sorted(np.concatenate([place.prompts for place in places.values()])) == list(range(prompts))
-    assert taken.keys() == {(number, answer) for number, place in places.items()
-                            for answer in range(len(place.prompts) * size)}
-    assert set(taken.values()) == {iterations}
-    # Rollouts and iterations begin with a step, so that no step mixes weights or iterations.
+            counts[rollout.rollout, answer] = counts.get((rollout.rollout, answer), 0) + 1
+    assert len(rollouts) == plan.num_rollouts
+    assert sorted(np.concatenate([rollout.prompts for rollout in rollouts.values()])) == list(range(prompts))
+    assert counts.keys() == {(index, answer) for index, rollout in rollouts.items()
+                             for answer in range(len(rollout.prompts) * size)}
+    assert set(counts.values()) == {iterations}
+    # Rollouts and iterations start with a step, so that no step mixes weights or iterations.
     if iterations > 1:
-        assert all(place.start % plan.rows_per_step == place.stop % plan.rows_per_step == 0
-                   for place in places.values())
+        assert all(rollout.start % plan.rows_per_step == rollout.stop % plan.rows_per_step == 0
+                   for rollout in rollouts.values())
 
 
-def test_the_order_of_prompts_is_drawn_for_each_epoch():
+def test_prompts_are_shuffled_for_each_epoch():
     plan = RolloutPlan(50, 2, 50, seed=1)
     first, second = (plan.find(epoch, 0).prompts.tolist() for epoch in (0, 1))
     assert first != second and sorted(first) == sorted(second) == list(range(50))
@@ -109,98 +109,98 @@ def test_the_order_of_prompts_is_drawn_for_each_epoch():
 
 # The loader -----------------------------------------------------------------------------------------------------------
 
-class Begun:
-    """Stands in for what makes rollouts: items that tell the rollout, the prompt and the sample."""
+class RolloutMaker:
+    """A stand-in that makes rollouts: items contain the prompt and the sample index."""
 
     def __init__(self, plan: RolloutPlan) -> None:
-        self.plan, self.places, self.names = plan, [], []
+        self.plan, self.requests, self.names = plan, [], []
 
-    def __call__(self, place, name):
-        self.places.append((place.epoch, place.rollout))
+    def __call__(self, rollout, name):
+        self.requests.append((rollout.epoch, rollout.rollout))
         self.names.append(name)
         items = [{"input_ids": np.full(1 + (prompt + sample) % 3, prompt), "sample": sample,
                   "row": int(prompt) * self.plan.num_generations + sample}
-                 for prompt in place.prompts for sample in range(self.plan.num_generations)]
-        return f"e{place.epoch}r{place.rollout}", items
+                 for prompt in rollout.prompts for sample in range(self.plan.num_generations)]
+        return f"e{rollout.epoch}r{rollout.rollout}", items
 
 
-def loader_of(plan, batch_size, rank=0, world_size=1, accumulated=None):
-    begun = Begun(plan)
+def make_loader(plan, batch_size, rank=0, world_size=1, accumulated=None):
+    maker = RolloutMaker(plan)
     steps = accumulated or plan.rows_per_step // (batch_size * world_size)
-    return RolloutLoader(plan, list, Shard(rank, world_size, 0, steps * world_size), batch_size, begun), begun
+    return RolloutLoader(plan, list, Shard(rank, world_size, 0, steps * world_size), batch_size, maker), maker
 
 
-def rows_of(loader, epochs):
+def read_rows(loader, epochs):
     return [[None if item is None else item["row"] for item in batch] for _ in range(epochs) for batch in loader]
 
 
-def test_rollouts_begin_where_their_first_batch_is_read():
+def test_a_rollout_is_made_when_its_first_batch_is_read():
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
-    loader, begun = loader_of(plan, 2)
+    loader, maker = make_loader(plan, 2)
     iterator = iter(loader)
-    for number in range(len(loader)):
+    for batch in range(len(loader)):
         next(iterator)
-        assert len(begun.places) == number * 2 // 8 + 1
-    assert begun.places == [(0, 0), (0, 1), (0, 2)] and begun.names == [None] * 3
+        assert len(maker.requests) == batch * 2 // 8 + 1
+    assert maker.requests == [(0, 0), (0, 1), (0, 2)] and maker.names == [None] * 3
     next(iter(loader))
-    assert begun.places[-1] == (1, 0)
+    assert maker.requests[-1] == (1, 0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_steps_have_the_same_rows_however_they_are_cut(batch_size):
+def test_a_step_has_the_same_rows_for_any_batch_split(batch_size):
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
-    full, _ = loader_of(plan, 4)
-    cut, _ = loader_of(plan, batch_size)
+    unsplit, _ = make_loader(plan, 4)
+    split, _ = make_loader(plan, batch_size)
 
     def steps(loader):
-        rows = [row for batch in rows_of(loader, 2) for row in batch]
+        rows = [row for batch in read_rows(loader, 2) for row in batch]
         return [sorted(rows[start : start + 4], key=str) for start in range(0, len(rows), 4)]
 
-    assert steps(cut) == steps(full)
+    assert steps(split) == steps(unsplit)
 
 
-def test_two_ranks_share_the_rows_of_one():
+def test_two_ranks_share_the_rows_of_a_single_one():
     plan = RolloutPlan(5, 2, 2, 2, 1, seed=0)
-    one, _ = loader_of(plan, 1)
-    two = [loader_of(plan, 1, rank, 2) for rank in range(2)]
-    mixed = [row for pair in zip(*(rows_of(loader, 2) for loader, _ in two), strict=True) for row in pair]
-    assert [row for row in mixed if row != [None]] == rows_of(one, 2)
-    assert two[0][1].places == two[1][1].places
+    single, _ = make_loader(plan, 1)
+    ranks = [make_loader(plan, 1, rank, 2) for rank in range(2)]
+    mixed = [row for pair in zip(*(read_rows(loader, 2) for loader, _ in ranks), strict=True) for row in pair]
+    assert [row for row in mixed if row != [None]] == read_rows(single, 2)
+    assert ranks[0][1].requests == ranks[1][1].requests
 
 
 @pytest.mark.parametrize("done", range(1, 12))
-def test_a_position_is_in_a_rollout(done):
+def test_a_resumed_loader_continues_inside_its_rollout(done):
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
-    straight, _ = loader_of(plan, 2)
-    expected = rows_of(straight, 2)
-    loader, _ = loader_of(plan, 2)
+    uninterrupted, _ = make_loader(plan, 2)
+    expected = read_rows(uninterrupted, 2)
+    loader, _ = make_loader(plan, 2)
     for _ in islice(iter(loader), done):
         pass
     state = json.loads(json.dumps(loader.state_dict()))
-    again, begun = loader_of(plan, 2)
-    again.load_state_dict(state)
-    assert rows_of(again, 2)[: len(expected) - done] == expected[done:]
-    # A rollout that has been trained on is read by its name; one that has not is made.
-    assert begun.names[0] == (state["rollout"] if done % 4 else None)
+    resumed, maker = make_loader(plan, 2)
+    resumed.load_state_dict(state)
+    assert read_rows(resumed, 2)[: len(expected) - done] == expected[done:]
+    # A rollout that was trained on is read by its name; otherwise it is made.
+    assert maker.names[0] == (state["rollout"] if done % 4 else None)
 
 
 def test_a_segment_ends_with_its_rollout():
     plan = RolloutPlan(5, 2, 2, 1, 2, seed=0)
-    loader, begun = loader_of(plan, 2)
+    loader, maker = make_loader(plan, 2)
     loader.starts_itself = False
     assert loader.begin_segment() == 4
-    assert len(list(loader)) == 4 and begun.places == [(0, 0)]
+    assert len(list(loader)) == 4 and maker.requests == [(0, 0)]
 
 
-def test_another_number_of_answers_in_a_step_is_refused():
-    loader, _ = loader_of(RolloutPlan(5, 2, 2, seed=0), 2)
-    other, _ = loader_of(RolloutPlan(5, 2, 4, seed=0), 2)
+def test_a_resume_with_another_number_of_answers_per_step_is_rejected():
+    loader, _ = make_loader(RolloutPlan(5, 2, 2, seed=0), 2)
+    other, _ = make_loader(RolloutPlan(5, 2, 4, seed=0), 2)
     with pytest.raises(UserError, match="have 4 answers, but .* give 8"):
         other.load_state_dict(loader.state_dict())
 
 
-def test_columns_of_answers(llama_folder, tmp_path):
-    data = data_of(llama_folder, tmp_path / "rows.jsonl", pad_to_multiple_of=4)
+def test_a_batch_of_answers_has_padded_columns(llama_folder, tmp_path):
+    data = build_data(llama_folder, tmp_path / "rows.jsonl", pad_to_multiple_of=4)
     collate = RolloutCollator(replace(data.collator(), keys=("input_ids", "labels"), side="right"),
                               ("old_logps",))
     item = {"input_ids": np.arange(5), "labels": np.array([IGNORED, IGNORED, 2, 3, 4]), "advantages": -1.5,

@@ -1,4 +1,4 @@
-"""MLMData: shares of masks, fixed masks in evaluation, new ones in each epoch, the same after a resume."""
+"""MLMData: mask fractions, fixed masks in evaluation, new ones in each epoch, the same after a resume."""
 
 import numpy as np
 import pytest
@@ -41,27 +41,23 @@ def build(folder, tmp_path, **fields):
     return data
 
 
-def epoch_of(data, loader):
-    return {int(row.sum()): None for batch in loader for row in batch["input_ids"]}
-
-
-def test_shares_of_masks_within_three_sigma():
+def test_mask_fractions_are_within_three_sigma():
     special = np.arange(1000) < 5
     masker = Masker(4, special, np.zeros(1000, bool), 0.15, False)
     ids = np.random.default_rng(1).integers(5, 1000, 200_000)
     masked, labels = masker(ids, np.random.default_rng(0))
-    chosen = labels != -100
-    count = chosen.sum()
-    for share, expected, total in (
+    is_target = labels != -100
+    count = is_target.sum()
+    for result, fraction, total in (
         (count, 0.15, len(ids)),
-        ((masked[chosen] == 4).sum(), 0.8, count),
-        ((masked[chosen] == ids[chosen]).sum(), 0.1 + 0.1 / 995, count),
+        ((masked[is_target] == 4).sum(), 0.8, count),
+        ((masked[is_target] == ids[is_target]).sum(), 0.1 + 0.1 / 995, count),
     ):
-        assert abs(share - expected * total) < 3 * np.sqrt(total * expected * (1 - expected))
+        assert abs(result - fraction * total) < 3 * np.sqrt(total * fraction * (1 - fraction))
 
 
 @pytest.mark.parametrize("join", [True, False])
-def test_rows_are_wrapped_and_nothing_is_lost(join, bert_folder, tmp_path):
+def test_rows_have_cls_and_sep_and_no_token_is_lost(join, bert_folder, tmp_path):
     data = build(bert_folder, tmp_path, join=join)
     items = data.items("train")
     original = [
@@ -85,7 +81,7 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_not(bert_folder, tmp_
     assert epochs[0] != epochs[1]
 
 
-def test_masks_survive_a_resume(bert_folder, tmp_path):
+def test_a_resumed_run_has_the_same_masks(bert_folder, tmp_path):
     full = [
         b["input_ids"].tolist()
         for loader in [build(bert_folder, tmp_path).train_batches()]
@@ -102,14 +98,14 @@ def test_masks_survive_a_resume(bert_folder, tmp_path):
     assert [b["input_ids"].tolist() for _ in range(2) for b in loader][: len(full) - 3] == full[3:]
 
 
-def test_gap_in_predict_and_typed_specials_elsewhere(bert_folder, tmp_path):
+def test_only_mask_is_a_special_token_in_predicted_texts(bert_folder, tmp_path):
     (tmp_path / "ask.jsonl").write_text('{"text": "the quick [MASK] fox [SEP]"}\n')
     data = build(bert_folder, tmp_path, predict_source=str(tmp_path / "ask.jsonl"))
     ids = next(iter(data.predict_dataloader()))["input_ids"][0].tolist()
     assert ids.count(4) == 1 and ids.count(3) == 1 and ids[0] == 2
 
 
-def test_a_tokenizer_without_mask_is_refused(spm_folder, tmp_path):
+def test_a_tokenizer_without_a_mask_token_is_rejected(spm_folder, tmp_path):
     with pytest.raises(UserError, match="no mask token"):
         build(spm_folder, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Multiple choice: rows of the usual layouts to batches of pairs, and logits to choices."""
+"""Multiple choice: rows in the usual layouts become batches of pairs, and logits become choices."""
 
 import json
 import re
@@ -18,7 +18,7 @@ TWO = {"question": "Two and two?", "choices": ["3", "4", "22"], "answer": 1}
 PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "multiple_choice.md"
 
 
-def data_of(source, stage="fit", folder=BERT, **settings) -> MultipleChoiceData:
+def build_data(source, stage="fit", folder=BERT, **settings) -> MultipleChoiceData:
     data = MultipleChoiceData(source=source, **{"max_length": 64, "pad_to_multiple_of": 1, **settings})
     data.connect(pretrained=folder, seed=7)
     data.prepare_data()
@@ -26,29 +26,29 @@ def data_of(source, stage="fit", folder=BERT, **settings) -> MultipleChoiceData:
     return data
 
 
-def printed() -> list[dict]:
+def read_printed_rows() -> list[dict]:
     [block] = re.findall(r"<!-- rows -->\n```json\n(.*?)```", PAGE.read_text(), re.S)
     return [json.loads(line) for line in block.splitlines()]
 
 
-def test_every_layout_on_the_page_is_the_same_question():
-    """The text before the choices, the choices, and which is right."""
-    rows = printed()
+def test_every_documented_layout_gives_the_same_question():
+    """The text before the choices, the choices, and the right one."""
+    rows = read_printed_rows()
     for row in rows:
-        result = read_question(row)
-        texts = {f"{result.first} {second}" for second in result.seconds}
+        question = read_question(row)
+        texts = {f"{question.first} {second}" for second in question.seconds}
         assert texts == {"Tom is hungry. He eats a stone.", "Tom is hungry. He eats a pear."}, row
-        assert result.choices[result.answer] == "a pear." and holds_choices(row), row
+        assert question.choices[question.answer] == "a pear." and holds_choices(row), row
     assert len(rows) == 11
 
 
-@pytest.mark.parametrize(("answer", "place"), [
+@pytest.mark.parametrize(("answer", "index"), [
     (0, 0), (1.0, 1), ("1", 1), ("b", 1), ("C", 2), ("22", 2), (" 4 ", 1)])
-def test_forms_of_an_answer(answer, place):
-    assert read_question({**TWO, "answer": answer}).answer == place
+def test_an_answer_may_be_an_index_a_letter_or_a_text(answer, index):
+    assert read_question({**TWO, "answer": answer}).answer == index
 
 
-def test_a_text_that_is_a_choice_comes_before_a_number_unless_it_is_a_label():
+def test_an_answer_is_a_choice_before_an_index_but_a_label_is_not():
     row = {"question": "?", "choices": ["1", "2", "0"]}
     assert read_question({**row, "answer": "1"}).answer == 0
     assert read_question({**row, "label": "1"}).answer == read_question({**row, "answer": 1}).answer == 1
@@ -71,8 +71,8 @@ def test_a_text_that_is_a_choice_comes_before_a_number_unless_it_is_a_label():
     ({**TWO, "choices": ["4", None]}, "choices is null"), ({**TWO, "choices": "4, 5"}, "choices is text, but not JSON"),
     ({**TWO, "choices": {"text": ["4", "5"], "label": ["A"]}}, "choices is not a list of strings"),
     ({**TWO, "choices": 4}, "choices is not a list of strings")])
-def test_rows_that_are_dropped(row, reason, write_jsonl):
-    data = data_of(write_jsonl([TWO, row]))
+def test_unusable_questions_are_dropped_with_their_reason(row, reason, write_jsonl):
+    data = build_data(write_jsonl([TWO, row]))
     [source] = data.report["sources"].values()
     assert {why: entry["rows"] for why, entry in source["dropped"].items()} == {reason: 1}
     assert source["rows_kept"] == len(data.items("train")) == 1
@@ -82,7 +82,7 @@ def test_pairs_are_encoded_as_by_transformers(write_jsonl):
     """Token ids, types and mask of `tokenizer(first, second)`, padded together."""
     rows = [{"sent1": "the man", "sent2": "He", **{f"ending{n}": f"{'walks ' * n}home" for n in range(4)}, "label": 2},
             {"question": "Who [SEP] is it?", "choices": ["a man", "a cat", "the", "x y z"], "answer": "D"}]
-    data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
+    data = build_data(write_jsonl(rows), batch_size=2, shuffle=False)
     batch = next(iter(data.train_batches()))
     tokenizer = AutoTokenizer.from_pretrained(BERT)
     # Names of special tokens in a text are text.
@@ -97,10 +97,10 @@ def test_pairs_are_encoded_as_by_transformers(write_jsonl):
     assert len(batch["token_seeds"][real].unique()) == real.sum()  # no two positions share their dropout
 
 
-def test_the_context_alone_is_truncated(write_jsonl):
+def test_only_the_context_is_truncated(write_jsonl):
     row = {"context": "red blue " * 40, "question": "Which colour is it?", "choices": ["green", "red and blue"],
            "answer": 1}
-    data = data_of(write_jsonl([row]), max_length=30)
+    data = build_data(write_jsonl([row]), max_length=30)
     pairs = [answer["input_ids"] for answer in data.items("train")[0]["answers"]]
     tokenizer = AutoTokenizer.from_pretrained(BERT)
     expected = tokenizer([row["context"]] * 2, [f"{row['question']} {choice}" for choice in row["choices"]],
@@ -111,11 +111,11 @@ def test_the_context_alone_is_truncated(write_jsonl):
     assert (source["rows_cut"], source["tokens_cut"]) == (1, sum(map(len, full)) - 60)
 
 
-def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
-    """Its accuracy would otherwise be that of the shorter questions; all its pairs are cut as by transformers."""
+def test_a_question_with_a_too_long_choice_is_truncated_and_counted(write_jsonl):
+    """Otherwise the accuracy would only cover shorter questions; all pairs are truncated as by transformers."""
     row = {**TWO, "choices": ["4", "5 " * 80]}
     path = write_jsonl([TWO, row], "val.jsonl")
-    data = data_of(write_jsonl([TWO]), "validate", val_source=path)
+    data = build_data(write_jsonl([TWO]), "validate", val_source=path)
     expected = AutoTokenizer.from_pretrained(BERT)([TWO["question"]] * 2, row["choices"], truncation="longest_first",
                                                    max_length=64)["input_ids"]
     assert [answer["input_ids"].tolist() for answer in data.items("val")[1]["answers"]] == expected
@@ -126,16 +126,16 @@ def test_a_question_with_a_choice_that_leaves_no_room_counts(write_jsonl):
     assert "truncated choices, too, in 1 of these rows" in data.report_table()
 
 
-def test_a_length_without_room_for_a_token_is_refused(write_jsonl):
+def test_a_max_length_without_space_for_a_token_is_rejected(write_jsonl):
     with pytest.raises(UserError, match="data.max_length is 3, but the tokenizer adds 3 special tokens"):
-        data_of(write_jsonl([TWO]), max_length=3)
+        build_data(write_jsonl([TWO]), max_length=3)
 
 
-def test_rows_with_different_numbers_of_choices(write_jsonl):
+def test_questions_with_fewer_choices_are_padded(write_jsonl):
     rows = [TWO, {**TWO, "choices": ["3", "4"]}, {**TWO, "choices": ["3", "4", "5", "6"]}]
-    data = data_of(write_jsonl(rows), batch_size=2, shuffle=False)
+    data = build_data(write_jsonl(rows), batch_size=2, shuffle=False)
     first, second = list(data.train_batches())
-    # All batches are as wide as the widest question, so that processes which do not read a batch know its shape.
+    # All batches have the maximum number of choices, so processes that do not read a batch know its shape.
     assert first["input_ids"].shape[:2] == (2, 4) and second["input_ids"].shape[:2] == (1, 4)
     assert first["choices"].tolist() == [3, 2] and second["choices"].tolist() == [4]
     missing = np.arange(4) >= first["choices"][:, None].numpy()
@@ -146,30 +146,30 @@ def test_rows_with_different_numbers_of_choices(write_jsonl):
     assert padding["attention_mask"].sum(-1).tolist() == [[1] * 4] and padding["index"].tolist() == [-1]
 
 
-def test_token_types_only_where_the_model_has_them(write_jsonl, byte_level_folder):
+def test_batches_have_token_types_only_if_the_model_does(write_jsonl, byte_level_folder):
     data = MultipleChoiceData(source=write_jsonl([TWO]), max_length=64)
     data.connect(pretrained=BERT, token_types=False)
     assert "token_type_ids" not in next(iter(data.train_batches()))
-    assert "token_type_ids" not in next(iter(data_of(write_jsonl([TWO]), folder=byte_level_folder).train_batches()))
+    assert "token_type_ids" not in next(iter(build_data(write_jsonl([TWO]), folder=byte_level_folder).train_batches()))
 
 
-def test_answers_of_an_evaluation(write_jsonl):
+def test_evaluation_logits_become_choices_and_probabilities(write_jsonl):
     rows = [TWO, {**TWO, "choices": ["3", "4"]}, {**TWO, "answer": 0}]
-    data = data_of(write_jsonl([TWO]), "validate", val_source=write_jsonl(rows, "val.jsonl"))
-    # The second row has two choices: its third logit is that of a padding sequence.
+    data = build_data(write_jsonl([TWO]), "validate", val_source=write_jsonl(rows, "val.jsonl"))
+    # The second row has two choices: its third logit belongs to a padding sequence.
     logits = np.array([[0.5, 2, -1], [0.25, 0.5, 9], [1, 1.5, 3]], np.float32)
     result = data.answer("val", dict(enumerate(logits)))
     assert result.scores == {"accuracy": 2 / 3} and result.files == {}
     assert [(row["choice"], row["prediction"]) for row in result.rows] == [(1, "4"), (1, "4"), (2, "22")]
-    for row, each in zip(result.rows, ([0.5, 2, -1], [0.25, 0.5], [1, 1.5, 3]), strict=True):
-        np.testing.assert_allclose(row["probabilities"], softmax(each), rtol=1e-6)
+    for row, expected in zip(result.rows, ([0.5, 2, -1], [0.25, 0.5], [1, 1.5, 3]), strict=True):
+        np.testing.assert_allclose(row["probabilities"], softmax(expected), rtol=1e-6)
     assert {name: result.rows[2][name] for name in TWO} == rows[2]
 
 
 @pytest.mark.parametrize("answers", [(None, -1, "none"), (1, 1, 1)])
 def test_predict_needs_no_answers(answers, write_jsonl):
     source = write_jsonl([{**TWO, "answer": answer} for answer in answers], "asked.jsonl")
-    data = data_of(write_jsonl([TWO]), "predict", predict_source=source, eval_batch_size=2)
+    data = build_data(write_jsonl([TWO]), "predict", predict_source=source, eval_batch_size=2)
     outputs = {}
     for batch in data.predict_dataloader():
         assert "labels" not in batch and batch["input_ids"].shape[1] == 3
@@ -180,36 +180,37 @@ def test_predict_needs_no_answers(answers, write_jsonl):
     assert data.example(2)["answer"] == answers[2]
 
 
-def test_predict_says_why_there_are_no_scores(write_jsonl, capsys):
+def test_predict_reports_why_it_has_no_scores(write_jsonl, capsys):
     source = write_jsonl([TWO, {**TWO, "answer": None}], "asked.jsonl")
-    data = data_of(write_jsonl([TWO]), "predict", predict_source=source)
+    data = build_data(write_jsonl([TWO]), "predict", predict_source=source)
     for _ in range(2):
         assert data.predictions({n: np.array([0, 1, 0], np.float32) for n in range(2)}).scores == {}
     assert capsys.readouterr().out.count("warning: predict has no scores: 1 of 2 rows have no right answer") == 1
 
 
-def test_csv_cells(tmp_path):
+def test_choices_in_csv_cells_are_read_as_json(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('question,choices,label\nTwo and two?,"[""3"", ""4"", ""22""]",1\nOne?,"[""0"", ""1""]",1\n')
-    data = data_of(str(path))
+    data = build_data(str(path))
     assert [row["answer"] for row in (data.rows("train")[0], data.rows("train")[1])] == [1, 1]
 
 
 def test_inspection_names_the_right_choice(write_jsonl):
-    shown = data_of(write_jsonl([TWO])).rows_for_inspection(1)
-    assert [row["name"] for row in shown] == ["choice 0", "choice 1, right", "choice 2"]
+    inspected = build_data(write_jsonl([TWO])).rows_for_inspection(1)
+    assert [row["name"] for row in inspected] == ["choice 0", "choice 1, right", "choice 2"]
 
 
-def test_other_rows_and_packing_are_refused(write_jsonl):
+def test_rows_without_choices_and_packing_are_rejected(write_jsonl):
     with pytest.raises(UserError, match="are not a question with choices"):
-        data_of(write_jsonl([{"text": "Two and two?", "label": 1}]))
+        build_data(write_jsonl([{"text": "Two and two?", "label": 1}]))
     with pytest.raises(UserError, match="a question's choices stay together"):
         MultipleChoiceData(source="a.jsonl", packing=True)
     assert not holds_choices({"question": "Two?", "context": "Two and two are four.", "answers": {"text": ["four"]}})
 
 
 @pytest.mark.parametrize("settings", [{"streaming": True}, {"num_workers": 2}], ids=["stream", "workers"])
-def test_batches_of_streams_and_workers(settings, write_jsonl):
-    data = data_of(write_jsonl([{**TWO, "answer": n % 3} for n in range(4)]), batch_size=2, shuffle=False, **settings)
+def test_streams_and_workers_give_the_same_batches(settings, write_jsonl):
+    rows = [{**TWO, "answer": n % 3} for n in range(4)]
+    data = build_data(write_jsonl(rows), batch_size=2, shuffle=False, **settings)
     loader = iter(data.train_batches())
     assert [next(loader)["labels"].tolist() for _ in range(2)] == [[0, 1], [2, 0]]

@@ -1,4 +1,4 @@
-"""Rows as qlora.py writes them, token for token: against its preprocessing as it stands there, written down again."""
+"""Rows as qlora.py writes them, token for token: compared with a copy of its preprocessing."""
 
 import copy
 
@@ -14,8 +14,8 @@ WITH_INPUT = (f"{START}, paired with an input that provides further context. {EN
 WITHOUT_INPUT = f"{START}. {END}### Response: "
 
 
-def qlora_rows(tokenizer, rows, source_max_len, target_max_len, train_on_source=False):
-    """(input_ids, labels) of each row by qlora.py's `extract_alpaca_dataset` and `DataCollatorForCausalLM`."""
+def make_qlora_rows(tokenizer, rows, source_max_len, target_max_len, train_on_source=False):
+    """Return (input_ids, labels) of each row by qlora.py's `extract_alpaca_dataset` and `DataCollatorForCausalLM`."""
     tokenizer = copy.deepcopy(tokenizer)
     if "instruction" in rows[0]:
         rows = [{"input": (WITH_INPUT if row.get("input", "") != "" else WITHOUT_INPUT).format(**row),
@@ -37,44 +37,44 @@ def build(path, folder, template, **fields):
 
 @pytest.mark.parametrize("limits", [(1024, 256), (70, 9), (40, 300)])
 @pytest.mark.parametrize("train_on_source", [False, True])
-def test_alpaca_rows(limits, train_on_source, any_folder, write_jsonl, alpaca_rows):
+def test_alpaca_rows_match_qlora_py(limits, train_on_source, any_folder, write_jsonl, alpaca_rows):
     rows = [*alpaca_rows, {"instruction": "Größe?\n", "input": " 東京 ", "output": "  numbers\n\n 1"}]
     data = build(write_jsonl(rows), any_folder, "qlora-alpaca", source_max_length=limits[0],
                  target_max_length=limits[1], train_on_prompt=train_on_source)
     result = [(row["input_ids"], row["labels"]) for row in data.rows_for_inspection(99)]
-    assert result == qlora_rows(data.tokenizer, rows, *limits, train_on_source)
+    assert result == make_qlora_rows(data.tokenizer, rows, *limits, train_on_source)
     counts = data.report["sources"][next(iter(data.report["sources"]))]
     assert (counts.get("rows_cut", 0) > 0) is (limits != (1024, 256)) and counts["rows_dropped"] == 0
 
 
-def test_rows_of_input_and_output(any_folder, write_jsonl):
+def test_input_output_rows_match_qlora_py(any_folder, write_jsonl):
     rows = [{"input": f"### Human: add {n}\n### Assistant:", "output": f" The sum is {n}."} for n in range(5)]
     data = build(write_jsonl(rows), any_folder, "qlora-plain", source_max_length=12, target_max_length=5)
-    assert [(row["input_ids"], row["labels"]) for row in data.rows_for_inspection(9)] == qlora_rows(
+    assert [(row["input_ids"], row["labels"]) for row in data.rows_for_inspection(9)] == make_qlora_rows(
         data.tokenizer, rows, 12, 5)
 
 
-def test_prompts_of_predict_are_the_sources(any_folder, write_jsonl, alpaca_rows):
+def test_predict_prompts_match_the_sources_of_qlora_py(any_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
     data = build(path, any_folder, "qlora-alpaca", predict_source=path, source_max_length=60, eval_batch_size=4)
     data.setup("predict")
     prompts = {int(index): ids[mask.bool()].tolist() for batch in data.predict_dataloader()
                for index, ids, mask in zip(batch["index"], batch["input_ids"], batch["attention_mask"], strict=True)}
-    rows = qlora_rows(data.tokenizer, alpaca_rows, 60, 1)
+    rows = make_qlora_rows(data.tokenizer, alpaca_rows, 60, 1)
     assert [prompts[index] for index in range(len(rows))] == [ids[:-1] for ids, _ in rows]
 
 
-def test_what_differs(spm_folder, write_jsonl):
-    """What the documentation says is not repeated: rows without response, and control tokens typed in a text."""
+def test_only_the_documented_differences_from_qlora_py_remain(spm_folder, write_jsonl):
+    """The documented differences: rows without a response, and control tokens typed in a text."""
     rows = [{"instruction": "a", "output": ""}, {"instruction": "end with </s>", "output": "b"}]
     data = build(write_jsonl(rows), spm_folder, "qlora-alpaca")
     assert next(iter(data.report["sources"].values()))["dropped"]["empty response"]["rows"] == 1
     (row,) = data.rows_for_inspection(9)
     eos = data.tokenizer.eos_token_id
-    assert row["input_ids"].count(eos) == 1 and qlora_rows(data.tokenizer, rows, 999, 99)[1][0].count(eos) == 2
+    assert row["input_ids"].count(eos) == 1 and make_qlora_rows(data.tokenizer, rows, 999, 99)[1][0].count(eos) == 2
 
 
-def test_a_prompt_that_leaves_no_room_is_dropped_and_counted(spm_folder, write_jsonl):
+def test_a_prompt_without_space_for_a_target_is_dropped(spm_folder, write_jsonl):
     rows = [{"instruction": "numbers " * 40, "output": "42"}]
     with pytest.raises(UserError, match="no target tokens left after truncation"):
         build(write_jsonl(rows), spm_folder, "qlora-alpaca", max_length=40)
