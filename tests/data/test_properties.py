@@ -1,4 +1,4 @@
-"""Properties that hold for any text, any lengths: no token lost or invented, no label astray, every row once."""
+"""Properties that hold for any text and any lengths: no token lost or added, no label misplaced, every row once."""
 
 import itertools
 
@@ -60,22 +60,23 @@ def make_encoder(folder, template, **fields):
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES, "tokenizer"])
-@pytest.mark.parametrize("kind", ["byte_level", "spm", "chat"])
-def test_conversations(kind, template, request):
-    if template == "tokenizer" and kind != "chat":
+@pytest.mark.parametrize("tokenizer_name", ["byte_level", "spm", "chat"])
+def test_any_conversation_is_encoded_with_its_responses_as_targets(tokenizer_name, template, request):
+    if template == "tokenizer" and tokenizer_name != "chat":
         pytest.skip("has no chat template")
-    folder = request.getfixturevalue(f"{kind}_folder")
+    folder = request.getfixturevalue(f"{tokenizer_name}_folder")
     name = None if template == "tokenizer" else template
     tokenizer, encoder = make_encoder(folder, name)
     _, prompt_encoder = make_encoder(folder, name, prompts_only=True)
-    special = {token for token in tokenizer.all_special_ids if token != tokenizer.unk_token_id or kind == "byte_level"}
+    special = {token for token in tokenizer.all_special_ids
+               if token != tokenizer.unk_token_id or tokenizer_name == "byte_level"}
 
     @QUICK
     @given(st.lists(st.tuples(TEXT, RESPONSE), min_size=1, max_size=3))
     def check(turns):
         # Rows with the marks of chat templates are dropped: tests/data/test_chat_templates.py.
         assume(name is not None or not any(mark in text for turn in turns for text in turn for mark in MARKS))
-        if name in ("plain", "qlora-plain"):  # which have nothing of their own between one response and the next
+        if name in ("plain", "qlora-plain"):  # templates without text between turns
             turns = [("x" + ask, reply) for ask, reply in turns]
         messages = [
             message
@@ -84,59 +85,60 @@ def test_conversations(kind, template, request):
         ]
         columns = encoder([{"messages": messages}]).columns
         ids, labels = columns["input_ids"].values, columns["labels"].values
-        scored = labels != IGNORED
-        assert (labels[scored] == ids[scored]).all()
-        # one terminator per response, and special tokens come only from the template
-        starts = np.flatnonzero(scored & ~np.r_[False, scored[:-1]])
-        ends = np.flatnonzero(scored & ~np.r_[scored[1:], False])
+        is_target = labels != IGNORED
+        assert (labels[is_target] == ids[is_target]).all()
+        # One terminator per response; special tokens come only from the template.
+        starts = np.flatnonzero(is_target & ~np.r_[False, is_target[:-1]])
+        ends = np.flatnonzero(is_target & ~np.r_[is_target[1:], False])
         assert len(starts) == len(turns)
         for start, end, (_, reply) in zip(starts, ends, turns, strict=False):
             assert ids[end] in encoder.stop_token_ids
             assert not special & set(ids[start:end].tolist())
             text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-            if kind != "spm":  # the decoder of such drops a leading space
+            if tokenizer_name != "spm":  # its decoder drops a leading space
                 assert text == (reply.strip() if name is None else reply)
             else:
                 assert text.strip() == reply.strip()
-        # the prompt of the last turn is a prefix
+        # The prompt of the last turn is a prefix.
         prompt = prompt_encoder([{"messages": messages[:-1]}]).columns["input_ids"].values
         assert prompt.tolist() == ids[: columns["prompt_length"][0]].tolist()
 
     check()
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "chat"])
-def test_prompt_is_what_others_would_tokenise(kind, request):
+@pytest.mark.parametrize("tokenizer_name", ["byte_level", "chat"])
+def test_a_prompt_has_the_tokens_of_transformers(tokenizer_name, request):
     tokenizer, encoder = make_encoder(
-        request.getfixturevalue(f"{kind}_folder"), "alpaca" if kind == "byte_level" else None, prompts_only=True
+        request.getfixturevalue(f"{tokenizer_name}_folder"), "alpaca" if tokenizer_name == "byte_level" else None,
+        prompts_only=True
     )
-    plain = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{kind}_folder"))
+    plain = AutoTokenizer.from_pretrained(request.getfixturevalue(f"{tokenizer_name}_folder"))
 
     @QUICK
     @given(st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=40))
     def check(ask):
         messages = [{"role": "user", "content": ask}]
-        ours = encoder([{"messages": messages}]).columns["input_ids"].values.tolist()
+        prompt_ids = encoder([{"messages": messages}]).columns["input_ids"].values.tolist()
         segments = encoder.renderer.prompt(Conversation(messages))
         text = (
             plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            if kind == "chat"
+            if tokenizer_name == "chat"
             else "".join(segment.text for segment in segments)
         )
-        assert ours == plain(text, add_special_tokens=False).input_ids
+        assert prompt_ids == plain(text, add_special_tokens=False).input_ids
 
     check()
 
 
 class Items:
-    """Rows of given lengths, all scored; token ids tell row and place."""
+    """Rows of given lengths, all targets; token ids encode row and position."""
 
     def __init__(self, lengths):
         self.lengths = lengths
 
-    def __getitem__(self, number):
-        ids = number * 1000 + np.arange(self.lengths[number])
-        return {"input_ids": ids, "labels": ids, "index": number}
+    def __getitem__(self, index):
+        ids = index * 1000 + np.arange(self.lengths[index])
+        return {"input_ids": ids, "labels": ids, "index": index}
 
     def __len__(self):
         return len(self.lengths)
@@ -144,12 +146,12 @@ class Items:
 
 @QUICK
 @given(LENGTHS, st.integers(50, 120))
-def test_packing_loses_and_mixes_nothing(lengths, capacity):
+def test_packing_keeps_every_row_whole_and_separate(lengths, capacity):
     packed = PackedSet(NumberedSet(Items(lengths), redrawn=False), capacity, seed=1)
     assert packed.lengths.max() <= capacity
-    seen = []
-    for number in range(len(packed)):
-        row = packed[number]
+    packed_rows = []
+    for index in range(len(packed)):
+        row = packed[index]
         firsts = row["position_ids"] == 0
         assert (row["labels"][firsts] == IGNORED).all() and (
             row["labels"][~firsts] == row["input_ids"][~firsts]
@@ -159,15 +161,15 @@ def test_packing_loses_and_mixes_nothing(lengths, capacity):
             ids = row["input_ids"][inside]
             assert (ids // 1000 == ids[0] // 1000).all() and (row["position_ids"][inside] == np.arange(len(ids))).all()
             assert ids.tolist() == Items(lengths)[ids[0] // 1000]["input_ids"].tolist()
-            seen.append(int(ids[0] // 1000))
-    assert sorted(seen) == list(range(len(lengths)))
-    again = PackedSet(NumberedSet(Items(lengths), redrawn=False), capacity, seed=1)
-    assert [again[n]["input_ids"].tolist() for n in range(len(again))] == [
+            packed_rows.append(int(ids[0] // 1000))
+    assert sorted(packed_rows) == list(range(len(lengths)))
+    repacked = PackedSet(NumberedSet(Items(lengths), redrawn=False), capacity, seed=1)
+    assert [repacked[n]["input_ids"].tolist() for n in range(len(repacked))] == [
         packed[n]["input_ids"].tolist() for n in range(len(packed))
     ]
 
 
-def test_packing_is_nearly_full_on_lengths_like_alpacas():
+def test_packs_are_99_percent_full_on_lengths_like_alpacas():
     lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 0.5, 20_000).astype(int), 20, 1024)
     _, bounds = best_fit_decreasing(lengths, 1024)
     assert lengths.sum() / (1024 * (len(bounds) - 1)) > 0.99
@@ -175,53 +177,53 @@ def test_packing_is_nearly_full_on_lengths_like_alpacas():
 
 @QUICK
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=200), st.integers(30, 90))
-def test_rows_are_packed_as_one_by_one(lengths, capacity):
-    packs, rooms = [], []
+def test_packs_equal_a_plain_best_fit_decreasing(lengths, capacity):
+    packs, space_left = [], []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        fitting = [pack for pack, room in enumerate(rooms) if room >= lengths[row]]
-        fullest = min((rooms[pack] for pack in fitting), default=None)
-        # of several, the one that came to this room last
-        tied = [pack for pack in fitting if rooms[pack] == fullest]
+        fitting = [pack for pack, space in enumerate(space_left) if space >= lengths[row]]
+        fullest = min((space_left[pack] for pack in fitting), default=None)
+        # Of several, the one that got to this space last.
+        tied = [pack for pack in fitting if space_left[pack] == fullest]
         pack = max(tied, key=lambda pack: packs[pack][-1][1], default=-1)
         if not fitting:
             packs.append([])
-            rooms.append(capacity)
+            space_left.append(capacity)
         packs[pack].append((row, sum(map(len, packs))))
-        rooms[pack] -= lengths[row]
+        space_left[pack] -= lengths[row]
     rows, bounds = best_fit_decreasing(np.array(lengths), capacity)
     assert [part.tolist() for part in np.split(rows, bounds[1:-1])] == [[row for row, _ in pack] for pack in packs]
 
 
 @QUICK
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 12))
-def test_grouped_rows_are_sorted_in_stretches_of_the_draw(lengths, size, begun):
+def test_group_by_length_sorts_rows_within_parts_of_the_shuffled_order(lengths, size, rows_done):
     lengths = np.concatenate([lengths] * 40)
     random = np.random.default_rng([3, 1])
-    drawn = random.permutation(len(lengths)).tolist()
-    start = min(-begun % size, len(drawn))
-    end = start + (len(drawn) - start) // size * size
+    shuffled = random.permutation(len(lengths)).tolist()
+    start = min(-rows_done % size, len(shuffled))
+    end = start + (len(shuffled) - start) // size * size
     steps = []
     for first in range(start, end, size * SORTED_TOGETHER):
-        stretch = sorted(drawn[first : min(first + size * SORTED_TOGETHER, end)], key=lambda row: -lengths[row])
-        steps += [stretch[at : at + size] for at in range(0, len(stretch), size)]
-    steps = [steps[place] for place in random.permutation(len(steps))]
-    ends = [sorted(rows, key=lambda row: -lengths[row]) for rows in (drawn[:start], drawn[end:])]
-    order = training_order(lengths, 2, [3, 1], OrderRule(size), True, True, begun)
+        stretch = sorted(shuffled[first : min(first + size * SORTED_TOGETHER, end)], key=lambda row: -lengths[row])
+        steps += [stretch[first_row : first_row + size] for first_row in range(0, len(stretch), size)]
+    steps = [steps[index] for index in random.permutation(len(steps))]
+    ends = [sorted(rows, key=lambda row: -lengths[row]) for rows in (shuffled[:start], shuffled[end:])]
+    order = training_order(lengths, 2, [3, 1], OrderRule(size), True, True, rows_done)
     assert order.rows.tolist() == [*ends[0], *sum(steps, []), *ends[1]]
 
 
 @QUICK
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(1, 5))
-def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_size):
+def test_the_order_has_every_row_once_on_any_number_of_ranks(lengths, batch_size, epoch, group, world_size):
     order = training_order(lengths, batch_size, [3, epoch], OrderRule(2 * batch_size), True, group)
     ranks = [list(batches_of_rank(order, 0, rank, world_size)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     rows = [row for batches in ranks for batch in batches for row in batch if row != PADDING_ROW]
     assert sorted(rows) == list(range(len(lengths)))
-    # what a run sees does not depend on the number of ranks
+    # The order of a run does not depend on the number of ranks.
     dealt = [batch for round_ in zip(*ranks, strict=False) for batch in round_ if batch != [PADDING_ROW]]
     assert dealt == [order[n] for n in range(len(order))]
-    # starting later gives the rest
+    # Starting later gives the remaining batches.
     start = min(world_size, len(order))
     later = list(
         itertools.chain.from_iterable(
@@ -233,17 +235,17 @@ def test_order_deals_every_row_once(lengths, batch_size, epoch, group, world_siz
 
 @QUICK
 @given(st.lists(st.integers(0, 59), min_size=1, max_size=60).map(np.array), st.booleans(), st.integers(0, 99))
-def test_masks_leave_special_tokens_alone(ids, whole_words, seed):
+def test_masks_never_cover_special_tokens(ids, whole_words, seed):
     special, continues = np.arange(60) < 5, np.arange(60) % 3 == 0
     masker = Masker(4, special, continues, 0.4, whole_words)
     masked, labels = masker(ids, np.random.default_rng(seed))
-    chosen = labels != IGNORED
-    assert (labels[chosen] == ids[chosen]).all() and (masked[~chosen] == ids[~chosen]).all()
-    assert not special[ids[chosen]].any()
+    is_target = labels != IGNORED
+    assert (labels[is_target] == ids[is_target]).all() and (masked[~is_target] == ids[~is_target]).all()
+    assert not special[ids[is_target]].any()
     changed = masked != ids
     assert ((masked[changed] == 4) | ~special[masked[changed]]).all()
     if whole_words:
         joined = continues[ids] & ~special[ids]
-        for place in range(1, len(ids)):
-            if joined[place] and not special[ids[place - 1]]:
-                assert chosen[place] == chosen[place - 1]
+        for position in range(1, len(ids)):
+            if joined[position] and not special[ids[position - 1]]:
+                assert is_target[position] == is_target[position - 1]

@@ -1,4 +1,4 @@
-"""QAData: windows hold the answer where the labels say, oddities of real files are found or counted."""
+"""QAData: windows contain the answer at its labels; oddities of real files are corrected or counted."""
 
 import csv
 import json
@@ -44,17 +44,17 @@ def build(path, folder, **fields):
     return data
 
 
-def windows_of(data, role="train"):
+def iterate_windows(data, role="train"):
     for batch in data.train_batches():
         for n in range(len(batch["index"])):
             row = {key: value[n] for key, value in batch.items()}
             yield row, data.codec.window(data.rows(role), int(row["index"]))
 
 
-def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa: F811
+def test_each_label_marks_its_answer_in_the_window(bert_folder, tmp_path):  # noqa: F811
     data = build(squad(tmp_path), bert_folder)
-    result, covered = {}, {}
-    for row, window in windows_of(data):
+    num_windows, covered = {}, {}
+    for row, window in iterate_windows(data):
         question = data.rows("train").source_row(window["question"])
         offsets = window["offsets"]
         inside = offsets[offsets[:, 1] > 0]
@@ -64,15 +64,15 @@ def test_every_answer_lies_where_the_labels_say(bert_folder, tmp_path):  # noqa:
             continue
         text = question["context"][offsets[start, 0] : offsets[end, 1]]
         assert text == data.codec.golds(data.rows("train").source_row(window["question"]))[0]
-        result[question["id"]] = result.get(question["id"], 0) + 1
-    assert set(result) == {"0", "1", "2"}
+        num_windows[question["id"]] = num_windows.get(question["id"], 0) + 1
+    assert set(num_windows) == {"0", "1", "2"}
     for spans in covered.values():  # windows overlap and reach from end to end
         spans.sort()
         assert spans[0][0] == 0 and spans[-1][1] == len(CONTEXT.rstrip())
         assert all(later[0] < earlier[1] for earlier, later in zip(spans, spans[1:], strict=False))
 
 
-def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
+def test_left_padding_shifts_the_label_positions(bert_folder, tmp_path):  # noqa: F811
     data = build(squad(tmp_path), bert_folder)
     data.tokenizer.padding_side = "left"
     data = QAData(
@@ -81,7 +81,7 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
     data.tokenizer.padding_side = "left"
     data.setup("fit")
     checked = 0
-    for row, window in windows_of(data):
+    for row, window in iterate_windows(data):
         pad = int((row["attention_mask"] == 0).sum())
         start, end = int(row["start_positions"]) - pad, int(row["end_positions"]) - pad
         if start != window["cls_position"]:
@@ -103,12 +103,12 @@ def test_padding_side_left_moves_positions(bert_folder, tmp_path):  # noqa: F811
         ("a", "fox", -5, None),
     ],
 )
-def test_locate(context, text, start, expected):
+def test_an_answer_is_located_near_its_offset(context, text, start, expected):
     span = locate(context, text, start)
     assert (None if span is None else context[slice(*span)]) == expected
 
 
-def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F811
+def test_wrong_answer_offsets_are_corrected_or_counted(bert_folder, tmp_path):  # noqa: F811
     more = [
         {"id": "moved", "question": "q", "answers": [{"text": "42", "answer_start": CONTEXT.index("42") + 3}]},
         {"id": "lost", "question": "q", "answers": [{"text": "no such words", "answer_start": 3}]},
@@ -126,11 +126,11 @@ def test_wrong_offsets_are_found_or_counted(bert_folder, tmp_path):  # noqa: F81
         "answers is missing": 1,
     }
     questions = data.rows("train")
-    lost = [row for row, window in windows_of(data) if questions.source_row(window["question"])["id"] == "lost"]
+    lost = [row for row, window in iterate_windows(data) if questions.source_row(window["question"])["id"] == "lost"]
     assert lost and all(int(row["start_positions"]) == -100 for row in lost)
 
 
-def test_flat_rows_and_predict_without_answers(bert_folder, write_jsonl):  # noqa: F811
+def test_flat_rows_train_and_predict_needs_no_answers(bert_folder, write_jsonl):  # noqa: F811
     rows = [
         {
             "id": "1",
@@ -145,14 +145,14 @@ def test_flat_rows_and_predict_without_answers(bert_folder, write_jsonl):  # noq
         bert_folder,
         predict_source=write_jsonl([{"context": CONTEXT, "question": "q [SEP] [MASK]"}], "ask.jsonl"),
     )
-    assert any(int(row["start_positions"]) > 0 for row, _ in windows_of(data))
+    assert any(int(row["start_positions"]) > 0 for row, _ in iterate_windows(data))
     batch = next(iter(data.predict_dataloader()))
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
     assert all(row.tolist().count(3) == 2 for row in batch["input_ids"])
     assert data.example(int(batch["index"][0]))["question"] == "q [SEP] [MASK]"
 
 
-def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F811
+def test_long_questions_are_truncated_and_counted(bert_folder, tmp_path):  # noqa: F811
     more = [
         {"id": "long", "question": "the fox " * 40, "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]}
     ]
@@ -162,7 +162,7 @@ def test_long_questions_are_cut_and_counted(bert_folder, tmp_path):  # noqa: F81
     assert "  truncated 1 questions to data.question_max_length" in data.report_table()
 
 
-def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_folder):  # noqa: F811
+def test_a_flat_csv_file_equals_the_same_rows_in_json(tmp_path, bert_folder):  # noqa: F811
     rows = [{"id": str(n), "question": "what is the sum?", "context": CONTEXT, "is_impossible": False,
              "answers": {"text": [text], "answer_start": [CONTEXT.index(text)]}} for n, text in enumerate(ANSWERS)]
     rows.append({**rows[0], "id": "list", "answers": [{"text": "42", "answer_start": CONTEXT.index("42")}]})
@@ -183,8 +183,8 @@ def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_fold
         assert all((left[key] == right[key]).all() if key in ("input_ids", "offsets") else
                    list(left) == list(right) for key in left)
         assert (left["start_positions"], left["end_positions"]) == (right["start_positions"], right["end_positions"])
-    for number, row in enumerate(rows):
-        from_json, from_csv = (data.rows("train").source_row(number) for data in (as_json, as_csv))
+    for index, row in enumerate(rows):
+        from_json, from_csv = (data.rows("train").source_row(index) for data in (as_json, as_csv))
         assert from_json == from_csv == row
         assert as_json.codec.golds(from_json) == as_csv.codec.golds(from_csv)
         assert as_json.codec.is_labelled(from_json) == as_csv.codec.is_labelled(from_csv) == (row["id"] != "null")
@@ -193,7 +193,7 @@ def test_a_flat_csv_file_says_what_the_same_rows_say_in_json(tmp_path, bert_fold
 
 
 @pytest.mark.parametrize("start", [-3, -(10**30), 10**30, float("inf")])
-def test_offsets_beyond_any_text(start, tmp_path, bert_folder):  # noqa: F811
+def test_offsets_outside_the_context_are_corrected_or_counted(start, tmp_path, bert_folder):  # noqa: F811
     row = {"question": "what?", "context": "The fox jumps.", "answers": {"text": ["fox"], "answer_start": [start]}}
     (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 2 + json.dumps({**row, "answers": None}))
     counts = build(str(tmp_path / "a.jsonl"), bert_folder).report["sources"][str(tmp_path / "a.jsonl")]
@@ -213,8 +213,8 @@ def test_questions_without_an_id_stay_distinct_and_a_number_is_a_context(tmp_pat
     assert list(result.files["predictions.json"]) == ["0", "1", "2", "x"] and len(result.rows) == 4
 
 
-def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, write_jsonl, capsys):  # noqa: F811
-    """SQuAD's scorer counts each question, but its file has one answer for an id: others get another name."""
+def test_questions_with_the_same_id_are_answered_separately(bert_folder, write_jsonl, capsys):  # noqa: F811
+    """SQuAD's scorer counts each question, but its file has one answer per id: repeated ids get a suffix."""
     questions = [("a", "quick"), ("a", "fox"), ("", "lazy"), ("2", "dog"), ("a", "over")]
     context = "The quick brown fox jumps over the lazy dog."
     data = build(write_jsonl([
@@ -222,11 +222,11 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
          "answers": {"text": [text], "answer_start": [context.index(text)]}}
         for n, (key, text) in enumerate(questions)]), bert_folder)
     logits = {}
-    for row, window in windows_of(data):  # sure of the right answer, but for the last question
+    for row, window in iterate_windows(data):  # confident in the right answer, except for the last question
         first, last = (int(row[f"{end}_positions"]) for end in ("start", "end"))
         wrong = window["question"] == 4
-        logits[int(row["index"])] = tuple(10.0 * (np.arange(len(row["input_ids"])) == place - wrong)
-                                          for place in (first, last))
+        logits[int(row["index"])] = tuple(10.0 * (np.arange(len(row["input_ids"])) == position - wrong)
+                                          for position in (first, last))
     for _ in range(2):
         result = data.answer("train", logits)
     assert [row["prediction"] for row in result.rows[:4]] == [text for _, text in questions[:4]]
@@ -239,22 +239,22 @@ def test_questions_that_share_an_id_are_answered_each_by_itself(bert_folder, wri
     assert "rows.jsonl:2)" in output
 
 
-def test_windows_are_shown_with_the_place_of_their_question(bert_folder, write_jsonl):  # noqa: F811
+def test_inspected_windows_show_the_location_of_their_question(bert_folder, write_jsonl):  # noqa: F811
     """There are more windows than questions."""
     path = write_jsonl([{"question": "q", "context": CONTEXT, "answers": {
         "text": ["42"], "answer_start": [CONTEXT.index("42")]}} for _ in range(2)])
     data = build(path, bert_folder)
-    shown = data.rows_for_inspection(100)
-    assert len(shown) == len(data.rows("train")) > 4
+    inspected = data.rows_for_inspection(100)
+    assert len(inspected) == len(data.rows("train")) > 4
     expected = data.rows("train").index.tolist()
-    assert [row["index"] for row in shown] == expected
-    assert [row["location"] for row in shown] == [f"{path}:{number + 1}" for number in expected]
-    assert {row["scored"] for row in shown} == {"start and end of 42", "no answer: this window does not contain it"}
+    assert [row["index"] for row in inspected] == expected
+    assert [row["location"] for row in inspected] == [f"{path}:{index + 1}" for index in expected]
+    assert {row["scored"] for row in inspected} == {"start and end of 42", "no answer: this window does not contain it"}
 
 
-def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # noqa: F811
-    """SQuAD v1.1 has no questions without an answer; a damaged answer is none."""
-    def scores(rows, **fields):
+def test_questions_excluded_from_the_scores_are_reported(bert_folder, tmp_path, capsys):  # noqa: F811
+    """SQuAD v1.1 has no questions without an answer; a damaged answer counts as missing."""
+    def compute_scores(rows, **fields):
         path = tmp_path / f"ask{len(list(tmp_path.iterdir()))}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = QAData(squad(tmp_path), tokenizer=bert_folder, max_length=64, stride=16, question_max_length=16,
@@ -265,11 +265,11 @@ def test_questions_without_a_score_are_said(bert_folder, tmp_path, capsys):  # n
 
     row = {"id": "a", "question": "what?", "context": "the fox", "answers": {"text": ["the"], "answer_start": [0]}}
     empty = {**row, "id": "b", "answers": {"text": [], "answer_start": []}}
-    assert scores([row])["exact_match"] == scores([row, empty])["exact_match"]
+    assert compute_scores([row])["exact_match"] == compute_scores([row, empty])["exact_match"]
     assert ("warning: The scores of predict exclude 1 of 2 questions, which have no answer. Set "
             "data.version_2_with_negative to score them." in capsys.readouterr().out)
-    assert "NoAns_f1" in scores([row, empty], version_2_with_negative=True)
+    assert "NoAns_f1" in compute_scores([row, empty], version_2_with_negative=True)
     assert capsys.readouterr().out == ""
     for fields in ({}, {"version_2_with_negative": True}):
-        assert scores([row, {**row, "id": "c", "answers": {"text": "the"}}], **fields) == {}
+        assert compute_scores([row, {**row, "id": "c", "answers": {"text": "the"}}], **fields) == {}
         assert "predict has no scores: 1 of 2 rows have no right answer" in capsys.readouterr().out

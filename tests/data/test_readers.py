@@ -1,4 +1,4 @@
-"""Damaged files give one error that names file and line; oddities that are no damage are read."""
+"""Damaged files give one error that names file and line; harmless oddities are read."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_reported_with_its_place(name, tmp_path):
+def test_a_damaged_file_is_reported_with_its_location(name, tmp_path):
     content, message = DAMAGED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -53,7 +53,7 @@ def test_damage_is_reported_with_its_place(name, tmp_path):
 ROWS = [{"a": "Größe\r\nzwei", "b": 'x, "y"\n'}, {"a": "東京 \u2028", "b": "\U0001f600"}]
 
 
-def write(path):
+def write_rows(path):
     if path.name.endswith("parquet"):
         pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
     elif path.name.endswith("arrow"):
@@ -72,20 +72,20 @@ def write(path):
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.arrow", "lines_inside.json"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_type_gives_the_same_rows(name, packed, tmp_path):
+def test_every_file_type_gives_the_same_rows(name, packed, tmp_path):
     path = tmp_path / name
     if name.startswith("lines"):
         path.write_text("\n".join(map(json.dumps, ROWS)))
     else:
-        write(path)
+        write_rows(path)
     if packed:
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path = tmp_path / f"{name}.gz"
     assert [row.values for row in read_file(str(path))] == ROWS
 
 
-def test_objects_of_a_table_have_their_own_keys_alone(tmp_path, monkeypatch):
-    """Arrow gives the objects of a column the keys of all of them, null where they have none."""
+def test_nested_objects_of_a_table_have_only_their_keys(tmp_path, monkeypatch):
+    """Arrow gives every object of a column the keys of all of them, with null where one is missing."""
     rows = [{"calls": [{"name": "f", "arguments": {"city": "Paris"}}], "note": None},
             {"calls": [{"name": "g", "arguments": {"x": [1, None]}}], "note": "n"}]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -94,14 +94,14 @@ def test_objects_of_a_table_have_their_own_keys_alone(tmp_path, monkeypatch):
     assert [row.values for row in SourceReader(Source("org/set"))] == rows
 
 
-def test_lines_of_records(tmp_path):
+def test_records_have_the_line_where_they_start(tmp_path):
     (tmp_path / "a.json").write_text('[\n  {"a": 1},\n\n  {"a":\n 2}, {"a": 3}]')
     assert [row.line for row in read_file(str(tmp_path / "a.json"))] == [2, 4, 5]
     (tmp_path / "a.csv").write_text('a\n"x\ny"\nz\n')
     assert [row.line for row in read_file(str(tmp_path / "a.csv"))] == [2, 4]
 
 
-def test_folder_glob_limit_and_missing(tmp_path):
+def test_folders_globs_and_limits_are_read_and_missing_paths_rejected(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "notes.md", ".hidden.jsonl"):
         (tmp_path / name).write_text(json.dumps({"n": name}) + "\n")
     names = [[row.values["n"] for row in SourceReader(Source(str(path)))] for path in (tmp_path, tmp_path / "*.jsonl")]
@@ -118,7 +118,7 @@ def test_folder_glob_limit_and_missing(tmp_path):
         SourceReader(Source("someone/something"))
 
 
-def test_fingerprint_follows_contents_and_settings(tmp_path):
+def test_the_fingerprint_depends_on_contents_and_settings(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}')
     first = SourceReader(Source(str(path))).fingerprint()
@@ -129,7 +129,7 @@ def test_fingerprint_follows_contents_and_settings(tmp_path):
     assert first != SourceReader(Source(str(path))).fingerprint()
 
 
-def test_urls_and_saved_data_sets(tmp_path):
+def test_urls_and_saved_datasets_are_read(tmp_path):
     rows = [{"a": "1"}, {"a": "2"}]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +150,7 @@ def test_urls_and_saved_data_sets(tmp_path):
         SourceReader(Source("nonsense://x"))
 
 
-def test_hub_sets_are_asked_for_by_name_split_and_revision(monkeypatch):
+def test_hub_datasets_are_loaded_by_name_split_and_revision(monkeypatch):
     requested = []
 
     def load(*args, **options):
@@ -170,7 +170,7 @@ def test_hub_sets_are_asked_for_by_name_split_and_revision(monkeypatch):
     assert path == "tatsu-lab/alpaca" and options["split"] == "train" and options["streaming"]
 
 
-def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
+def test_source_options_that_do_not_apply_are_rejected(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(UserError, match="split is for hub datasets"):
         SourceReader(Source(str(tmp_path / "a.jsonl"), split="train"))
@@ -180,16 +180,16 @@ def test_options_that_a_path_cannot_honour_are_refused(tmp_path):
         Source("x", weight=0)
 
 
-# Rows without end -----------------------------------------------------------------------------------------------
+# Too long rows -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def limits(monkeypatch):
-    """A function that lowers what a row may have, and what is read at once."""
+    """A function that lowers the maximum size of a row and of a read."""
 
-    def lower(longest: int, at_once: int = 64) -> None:
-        monkeypatch.setattr(readers, "LONGEST", longest)
-        monkeypatch.setattr(readers, "LONG_PART", longest // 8)
+    def lower(max_chars: int, at_once: int = 64) -> None:
+        monkeypatch.setattr(readers, "LONGEST", max_chars)
+        monkeypatch.setattr(readers, "LONG_PART", max_chars // 8)
         monkeypatch.setattr(readers, "READ_AT_ONCE", at_once)
 
     return lower
@@ -200,7 +200,7 @@ LONG = [{"a": "one", "b": "x"}, {"a": 'a "b", [c] {\\' * 400, "b": "y"}, {"a": "
 
 @pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "array.json", "whole.json", "a.csv", "a.tsv", "a.parquet",
                                   "a.arrow", "a.jsonl.gz", "shared.arrow"])
-def test_a_row_without_end_is_left_out_and_told(name, tmp_path, limits):
+def test_a_too_long_row_is_skipped_and_reported(name, tmp_path, limits):
     limits(1000)
     path = tmp_path / name
     if name == "array.json":
@@ -231,8 +231,8 @@ def test_a_row_without_end_is_left_out_and_told(name, tmp_path, limits):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz", "blank.txt.gz"])
-def test_what_is_read_is_never_held_whole(name, tmp_path, limits):
-    """64 MB in 64 kB: what is held is a small multiple of the limit."""
+def test_reading_never_holds_a_whole_file_in_memory(name, tmp_path, limits):
+    """64 MB compressed to 64 kB: memory is a small multiple of the limit."""
     limits(10_000 if "blank" in name else 1_000_000, 1 << 16)
     begin, end = {"a.js": (b'[{"a": "', b'"}]'), "a.cs": (b"a\n", b"\n")}.get(name[:4], (b"", b""))
     letter = b"\n" if "blank" in name else b"a"
@@ -251,20 +251,20 @@ def test_what_is_read_is_never_held_whole(name, tmp_path, limits):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_elements_are_parted_as_json_parts_them(seed, tmp_path, limits):
-    """However pieces, escapes, brackets in texts and spaces fall."""
+def test_array_elements_are_split_as_json_splits_them(seed, tmp_path, limits):
+    """Wherever chunks, escapes, brackets in texts and spaces are."""
     limits(60, 1 + seed)
-    random = Random(seed)
+    rng = Random(seed)
 
-    def value(depth):
-        kind = random.randrange(6 if depth else 3)
-        text = "".join(random.choices('ab\\"[]{},é\n', k=random.randrange(12)))
-        return [text, None, random.random(), [], {}, {}][kind] if kind < 3 else (
-            [value(depth - 1) for _ in range(random.randrange(4))] if kind == 3 else
-            {f"{text}{n}": value(depth - 1) for n in range(random.randrange(4))})
+    def make_value(depth):
+        choice = rng.randrange(6 if depth else 3)
+        text = "".join(rng.choices('ab\\"[]{},é\n', k=rng.randrange(12)))
+        return [text, None, rng.random(), [], {}, {}][choice] if choice < 3 else (
+            [make_value(depth - 1) for _ in range(rng.randrange(4))] if choice == 3 else
+            {f"{text}{n}": make_value(depth - 1) for n in range(rng.randrange(4))})
 
-    rows = [{"k": value(3)} for _ in range(30)]
-    texts = [json.dumps(row, ensure_ascii=random.random() < 0.5, indent=random.choice([None, 1])) for row in rows]
+    rows = [{"k": make_value(3)} for _ in range(30)]
+    texts = [json.dumps(row, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1])) for row in rows]
     (tmp_path / "a.json").write_text("[ " + " ,\n".join(texts) + "\n]\n", encoding="utf-8")
     expected = [{} if len(text) > 60 else row for text, row in zip(texts, rows, strict=True)]
     assert any(expected) and {} in expected
@@ -283,7 +283,7 @@ def test_elements_are_parted_as_json_parts_them(seed, tmp_path, limits):
     (b'[{"a": 1},\n ' + b"[" * 5000, ":2: broken JSON"),
     (b'{"a":\n "' + b"x" * 9000 + b'"}', "a.json: a JSON document of more than 8,000 characters"),
 ])
-def test_broken_json_without_end(tmp_path, limits, monkeypatch, content, message):
+def test_too_long_broken_json_is_one_error(tmp_path, limits, monkeypatch, content, message):
     limits(1000)
     monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 8000)
     (tmp_path / "a.json").write_bytes(content)
@@ -293,7 +293,7 @@ def test_broken_json_without_end(tmp_path, limits, monkeypatch, content, message
 
 @pytest.mark.parametrize("content", ['a,b\n1,2\n3,"' + "x" * 2000 + "\n5,6\n", "a,b\n1,2\n" + '3,"x\n' + "4\n" * 2000,
                                      "a," + "b" * 2000 + "\n1,2\n", 'a,b\n"x\n' + "y" * 2000 + '\n",1\n'])
-def test_a_record_whose_end_cannot_be_told_is_an_error(tmp_path, limits, content):
+def test_a_csv_record_without_a_clear_end_is_rejected(tmp_path, limits, content):
     limits(1000)
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(UserError, match=r"a\.csv:\d: the record that starts here has more than 1,000 characters"):
@@ -301,7 +301,7 @@ def test_a_record_whose_end_cannot_be_told_is_an_error(tmp_path, limits, content
 
 
 @pytest.mark.parametrize("documents", ["file", "paragraph", "line"])
-def test_a_line_without_end_is_read_in_parts(tmp_path, limits, documents):
+def test_a_too_long_line_of_text_is_read_in_parts(tmp_path, limits, documents):
     limits(8000)
     words = " ".join(f"größer{n}" for n in range(3000))
     text = f"first\n\nsecond {words}\nthird\n\nlast {'x' * 9000}\n"
@@ -318,7 +318,7 @@ def test_a_line_without_end_is_read_in_parts(tmp_path, limits, documents):
     assert [sum(row.values[key] for row in result) for key in ("starts", "ends")] == [ends, ends]
 
 
-def test_a_row_of_the_hub_without_end(monkeypatch):
+def test_a_too_long_hub_row_is_skipped(monkeypatch):
     monkeypatch.setattr(source_reader, "LONGEST", 1000)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(LONG))
     reader = SourceReader(Source("org/set", columns={"a": "text"}))
@@ -326,7 +326,7 @@ def test_a_row_of_the_hub_without_end(monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_without_end_are_counted(streaming, spm_folder, write_jsonl, limits, capsys):
+def test_too_long_rows_are_counted(streaming, spm_folder, write_jsonl, limits, capsys):
     path = write_jsonl([*LONG[1:2], {"instruction": "", "output": ""}, *LONG[1:2],
                         *({"instruction": str(n), "output": "word"} for n in range(9))])
     limits(1000)

@@ -1,4 +1,4 @@
-"""Streaming: shuffle buffers that lose no row, continue anywhere, and do not depend on the number of ranks."""
+"""Streaming: shuffle buffers lose no row, resume anywhere, and do not depend on the number of ranks."""
 
 import itertools
 import types
@@ -32,12 +32,12 @@ def take(data, count):
     return [batch["input_ids"].tolist() for batch in itertools.islice(iter(loader), count)]
 
 
-def test_each_row_once_per_epoch_and_other_orders_later(spm_folder, write_jsonl, alpaca_rows):
+def test_each_pass_over_a_stream_has_every_row_in_a_new_order(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
     full = SFTData(path, tokenizer=spm_folder, max_length=512)
     full.setup("fit")
     expected = sorted(row["input_ids"] for row in full.rows_for_inspection(99))
-    batches = take(build(path, spm_folder), 27)  # buffers of 16, 16 and 8 rows, which follow each other without a gap
+    batches = take(build(path, spm_folder), 27)  # buffers of 16, 16 and 8 rows, without a gap
     rows = [[token for token in row if token != full.tokenizer.pad_token_id] for batch in batches for row in batch]
     epochs = [rows[: len(expected)], rows[len(expected) : 2 * len(expected)]]
     assert [sorted(epoch) for epoch in epochs] == [expected] * 2 and epochs[0] != epochs[1]
@@ -45,7 +45,7 @@ def test_each_row_once_per_epoch_and_other_orders_later(spm_folder, write_jsonl,
 
 @pytest.mark.parametrize("stop", [0, 1, 5, 6, 7, 14, 15, 20])
 @pytest.mark.parametrize("packing", [False, True])
-def test_resume_anywhere(stop, packing, spm_folder, write_jsonl, alpaca_rows):
+def test_a_stream_resumes_at_any_batch(stop, packing, spm_folder, write_jsonl, alpaca_rows):
     fields = {"packing": packing, "group_by_length": not packing}
     path = write_jsonl(alpaca_rows)
     full = take(build(path, spm_folder, **fields), stop + 4)
@@ -58,9 +58,9 @@ def test_resume_anywhere(stop, packing, spm_folder, write_jsonl, alpaca_rows):
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("batch_size", "world_size", "accumulate"), [(3, 2, 1), (1, 1, 6), (1, 3, 2)])
-def test_a_step_has_the_same_rows_however_it_is_cut(batch_size, world_size, accumulate, packing, spm_folder,
+def test_a_step_has_the_same_rows_for_any_batch_split(batch_size, world_size, accumulate, packing, spm_folder,
                                                     write_jsonl, alpaca_rows):
-    """Over the ends of buffers, and of an epoch."""
+    """Across the ends of buffers and of an epoch."""
     def steps(batch_size, world_size, accumulate):
         ranks = [take(build(write_jsonl(alpaca_rows), spm_folder, rank, world_size, accumulate, batch_size=batch_size,
                             packing=packing, group_by_length=not packing), 9 * accumulate)
@@ -72,14 +72,14 @@ def test_a_step_has_the_same_rows_however_it_is_cut(batch_size, world_size, accu
     assert list(steps(batch_size, world_size, accumulate)) == list(steps(6, 1, 1))
 
 
-def test_ranks_share_the_batches(spm_folder, write_jsonl, alpaca_rows):
+def test_ranks_share_the_batches_of_a_stream(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
-    alone = take(build(path, spm_folder), 6)
+    expected = take(build(path, spm_folder), 6)
     ranks = [take(build(path, spm_folder, rank, 2), 3) for rank in range(2)]
-    assert [batch for round_ in zip(*ranks, strict=False) for batch in round_] == alone
+    assert [batch for round_ in zip(*ranks, strict=False) for batch in round_] == expected
 
 
-def test_sources_come_in_proportion(spm_folder, write_jsonl):
+def test_a_stream_mixes_sources_by_weight(spm_folder, write_jsonl):
     rare = write_jsonl([{"instruction": "ask", "output": "rare"}] * 100, "a.jsonl")
     often = write_jsonl([{"prompt": "ask", "completion": "often"}] * 100, "b.jsonl")
     data = build([{"path": rare, "weight": 0.2}, {"path": often, "weight": 0.8}], spm_folder, stream_window=100)
@@ -88,7 +88,7 @@ def test_sources_come_in_proportion(spm_folder, write_jsonl):
     assert 8 <= counts[0] <= 32 and sum(counts) == 100
 
 
-def test_text_streams_in_blocks(byte_level_folder, tmp_path):
+def test_streamed_text_is_joined_into_blocks(byte_level_folder, tmp_path):
     (tmp_path / "a.txt").write_text("The quick brown fox.\n" * 200)
     data = CLMData(
         str(tmp_path / "a.txt"),
@@ -104,7 +104,7 @@ def test_text_streams_in_blocks(byte_level_folder, tmp_path):
     assert batch["input_ids"].shape == (4, 16) and len(data.train_batches()) > 10**9
 
 
-def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_rows):
+def test_unsupported_settings_with_streaming_are_rejected(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(alpaca_rows)
     with pytest.raises(UserError, match="val_source"):
         SFTData(path, streaming=True, val_size=3)
@@ -112,11 +112,11 @@ def test_what_streaming_cannot_do_is_an_error(spm_folder, write_jsonl, alpaca_ro
     data.trainer.max_steps = -1
     with pytest.raises(UserError, match="max_steps"):
         data.train_batches()
-    state = build(path, spm_folder)
-    state.train_batches()
+    first = build(path, spm_folder)
+    first.train_batches()
     other = build(path, spm_folder, batch_size=2)
-    old = {name: value for name, value in state.state_dict().items() if name not in ("order", "rows_per_step")}
-    other.load_state_dict(old)  # of an earlier version, which let no batch reach over the end of a buffer
+    old_state = {name: value for name, value in first.state_dict().items() if name not in ("order", "rows_per_step")}
+    other.load_state_dict(old_state)  # of an earlier version, where no batch crossed the end of a buffer
     with pytest.raises(UserError, match="started by an earlier version.*Set data.batch_size 3"):
         other.train_batches()
 
@@ -125,8 +125,8 @@ def empty_rows(count):
     return [{"instruction": f"ask {n}", "output": ""} for n in range(count)]
 
 
-def test_a_hub_set_beside_a_stream_is_read_whole(spm_folder, alpaca_rows, monkeypatch):
-    """Stand-in for the hub: what `load_dataset` gives with and without streaming."""
+def test_a_hub_validation_set_is_read_whole_during_streaming(spm_folder, alpaca_rows, monkeypatch):
+    """With a stand-in for `load_dataset`, with and without streaming."""
     def load(path, name, split, streaming, **_):
         rows = datasets.Dataset.from_list(alpaca_rows if split == "train" else alpaca_rows[:7])
         return rows.to_iterable_dataset() if streaming else rows
@@ -137,7 +137,7 @@ def test_a_hub_set_beside_a_stream_is_read_whole(spm_folder, alpaca_rows, monkey
     assert len(take(data, 5)) == 5
 
 
-def test_a_stream_whose_beginning_is_dropped_goes_on_and_counts(spm_folder, write_jsonl, alpaca_rows, capsys):
+def test_a_stream_with_unusable_first_rows_continues_and_counts_them(spm_folder, write_jsonl, alpaca_rows, capsys):
     path = write_jsonl(empty_rows(2500) + alpaca_rows)
     data = build(path, spm_folder, stream_window=1000)
     source = data.report["sources"][path]
@@ -147,14 +147,14 @@ def test_a_stream_whose_beginning_is_dropped_goes_on_and_counts(spm_folder, writ
     full = SFTData(path, tokenizer=spm_folder, max_length=512)
     full.setup("fit")
     batches = take(data, 27)  # two passes of 40 rows, and one row
-    seen = [[token for token in row if token != data.tokenizer.pad_token_id] for batch in batches for row in batch]
-    assert sorted(seen[:-1]) == sorted([row["input_ids"] for row in full.rows_for_inspection(99)] * 2)
+    rows = [[token for token in row if token != data.tokenizer.pad_token_id] for batch in batches for row in batch]
+    assert sorted(rows[:-1]) == sorted([row["input_ids"] for row in full.rows_for_inspection(99)] * 2)
     output = capsys.readouterr().out
     assert output.count(f"drops rows: empty response (first {path}:1)") == 1
     assert f"Pass 1 of the stream {path}: 2540 read: empty response (2500 rows, first {path}:1)." in output
 
 
-def test_resume_behind_a_dropped_beginning(spm_folder, write_jsonl, alpaca_rows):
+def test_a_stream_resumes_after_unusable_first_rows(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(empty_rows(40) + alpaca_rows + empty_rows(40))
     full = take(build(path, spm_folder), 40)
     for stop in (3, 16, 20):
@@ -165,18 +165,18 @@ def test_resume_behind_a_dropped_beginning(spm_folder, write_jsonl, alpaca_rows)
         assert take(second, 40 - stop) == full[stop:]
 
 
-def test_a_stream_without_a_usable_row_ends_with_its_counts(spm_folder, write_jsonl, alpaca_rows):
+def test_a_stream_without_a_usable_row_is_rejected_with_counts(spm_folder, write_jsonl, alpaca_rows):
     path = write_jsonl(empty_rows(50))
     with pytest.raises(UserError, match=r"no usable row .*rows.jsonl: 50 read: empty response \(50 rows, first .*:1\)"):
         build(path, spm_folder)
     path = write_jsonl(alpaca_rows)
     data = build(path, spm_folder)
-    write_jsonl(empty_rows(50))  # while the run is under way
+    write_jsonl(empty_rows(50))  # while the run is in progress
     with pytest.raises(UserError, match="the whole stream has no usable row"):
         take(data, 99)
 
 
-def test_a_source_that_ends_unused_is_counted_too(spm_folder, write_jsonl, alpaca_rows):
+def test_a_streamed_source_without_a_usable_row_is_counted(spm_folder, write_jsonl, alpaca_rows):
     useless, useful = write_jsonl(empty_rows(30), "a.jsonl"), write_jsonl(alpaca_rows, "b.jsonl")
     data = build([{"path": useless, "weight": 99.0}, {"path": useful, "weight": 1.0}], spm_folder, stream_window=15)
     sources = data.report["sources"]
@@ -185,27 +185,27 @@ def test_a_source_that_ends_unused_is_counted_too(spm_folder, write_jsonl, alpac
 
 
 def test_masks_are_new_in_each_buffer_and_epoch(bert_folder, tmp_path):  # noqa: F811
-    """The same line again and again: all that differs between rows is the draw."""
+    """With the same line repeated, so that rows differ only in their masks."""
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog again.\n" * 24)
 
-    def stream():
+    def make_stream():
         data = MLMData(str(tmp_path / "a.txt"), tokenizer=bert_folder, documents="line", join=False, streaming=True,
                        stream_window=8, max_length=64, batch_size=8, shuffle=False, mlm_probability=0.3,
                        val_source=str(tmp_path / "a.txt"))
         data.setup("fit")
         return data
 
-    data = stream()
+    data = make_stream()
     loader = data.train_batches()
     buffers = [tuple((batch["labels"] != -100).flatten().tolist()) for batch in itertools.islice(iter(loader), 6)]
     assert len(set(buffers)) == 6  # three buffers in each of two epochs
-    again = stream()
-    again.load_state_dict({**loader.state_dict(), "epoch": 1, "window": 0, "rows": 0})
-    resumed = itertools.islice(iter(again.train_batches()), 3)
+    resumed_data = make_stream()
+    resumed_data.load_state_dict({**loader.state_dict(), "epoch": 1, "window": 0, "rows": 0})
+    resumed = itertools.islice(iter(resumed_data.train_batches()), 3)
     assert [tuple((batch["labels"] != -100).flatten().tolist()) for batch in resumed] == buffers[3:]
     first, second = ([batch["input_ids"].tolist() for batch in data.val_dataloader()] for _ in range(2))
     assert first == second
 
 
-def test_draws_have_numbers_of_their_own():
+def test_each_epoch_and_buffer_has_a_different_seed():
     assert len({draw_number(epoch, buffer) for epoch in range(50) for buffer in range(50)}) == 2500

@@ -1,4 +1,4 @@
-"""Named templates as Jinja: transformers writes with them what the renderer writes, and marks what is scored."""
+"""Named templates as Jinja: transformers renders the same text from them and marks the same targets."""
 
 import jinja2
 import numpy as np
@@ -21,51 +21,52 @@ ROLES = st.sampled_from(["user", "assistant", "system", "tool"])
 
 
 def conversations(texts: st.SearchStrategy) -> st.SearchStrategy:
-    """Any order of roles, and oftener what chats are like: perhaps a system turn, then questions and answers."""
+    """Return a strategy for roles in any order, and for usual chats: an optional system turn, questions and answers."""
     turns = st.lists(texts, min_size=1, max_size=6)
     alternating = st.builds(
         lambda system, chat: ([{"role": "system", "content": system}] if system is not None else [])
-        + [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(chat)],
+        + [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(chat)],
         st.none() | texts, turns)
     return alternating | st.lists(st.builds(lambda role, text: {"role": role, "content": text}, ROLES, texts),
                                   min_size=1, max_size=5)
 
 
-def renderer_of(name: str, tokenizer) -> TemplateRenderer:
+def make_renderer(name: str, tokenizer) -> TemplateRenderer:
     return TemplateRenderer(name, TextEncoder(tokenizer), tokenizer.eos_token, tokenizer.bos_token)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", ["byte_level", "spm", "chat"])
-def test_transformers_writes_what_the_renderer_writes(kind, name, request):
-    tokenizer = load_tokenizer(TokenizerOptions(request.getfixturevalue(f"{kind}_folder"))).tokenizer
-    renderer = renderer_of(name, tokenizer)
+@pytest.mark.parametrize("tokenizer_name", ["byte_level", "spm", "chat"])
+def test_transformers_renders_the_same_text(tokenizer_name, name, request):
+    tokenizer = load_tokenizer(TokenizerOptions(request.getfixturevalue(f"{tokenizer_name}_folder"))).tokenizer
+    renderer = make_renderer(name, tokenizer)
     source = template_jinja(renderer)
 
     @QUICK
     @given(conversations(TEXT), st.booleans())
     def check(messages, open_response):
-        def written() -> str:
+        def render() -> str:
             return tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False,
                                                  add_generation_prompt=open_response)
 
         try:
-            requested = Conversation(messages)
-            segments = renderer.prompt(requested) if open_response else renderer.rows(requested, "all")[0].segments
+            conversation = Conversation(messages)
+            segments = (renderer.prompt(conversation) if open_response
+                        else renderer.rows(conversation, "all")[0].segments)
         except RowProblem:
             with pytest.raises(jinja2.TemplateError):
-                written()
+                render()
         else:
-            assert written() == "".join(segment.text for segment in segments)
+            assert render() == "".join(segment.text for segment in segments)
 
     check()
 
 
 @pytest.fixture(scope="module")
 def bytes_folder(tmp_path_factory):
-    """A token for each byte, so that no token spans two stretches however a text is cut."""
+    """A tokenizer with a token per byte, so that no token crosses the border of a target."""
     names = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    backend = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -74,9 +75,9 @@ def bytes_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_assistant_mask_of_transformers_is_what_is_scored(name, bytes_folder):
+def test_the_assistant_mask_of_transformers_equals_the_targets(name, bytes_folder):
     tokenizer = AutoTokenizer.from_pretrained(bytes_folder)
-    renderer, encoder = renderer_of(name, tokenizer), TextEncoder(tokenizer)
+    renderer, encoder = make_renderer(name, tokenizer), TextEncoder(tokenizer)
     source = template_jinja(renderer)
 
     @QUICK
@@ -102,58 +103,59 @@ def test_the_assistant_mask_of_transformers_is_what_is_scored(name, bytes_folder
     ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}, None, "no place for tools"),
     ({"role": "user", "content": "a"}, [{"type": "function", "function": {"name": "f"}}], "no place for tools"),
 ])
-def test_what_a_template_has_no_place_for_is_refused(message, tools, problem, bytes_folder):
+def test_content_that_a_template_cannot_render_is_rejected(message, tools, problem, bytes_folder):
     tokenizer = AutoTokenizer.from_pretrained(bytes_folder)
-    source = template_jinja(renderer_of("chatml", tokenizer))
+    source = template_jinja(make_renderer("chatml", tokenizer))
     with pytest.raises(jinja2.TemplateError, match=problem):
         tokenizer.apply_chat_template([message], tools=tools, chat_template=source)
 
 
-def test_what_a_run_leaves_is_the_template_of_its_rows(chat_folder, byte_level_folder, write_jsonl, tmp_path):
+def test_a_run_saves_the_template_of_its_rows(chat_folder, byte_level_folder, write_jsonl, tmp_path):
     chats = write_jsonl([{"prompt": "a", "completion": "b"}] * 2)
     texts = write_jsonl([{"text": "a"}] * 2, "texts.jsonl")
     file = tmp_path / "mine.jinja"
     file.write_text("{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}")
 
-    def left(source, folder: str, **fields) -> tuple[str | None, str | None]:
+    def save(source, folder: str, **fields) -> tuple[str | None, str | None]:
         data = SFTData(source, tokenizer=folder, max_length=64, **fields)
         data.setup("fit")
-        own = data.tokenizer.chat_template
+        chat_template = data.tokenizer.chat_template
         save_tokenizer(data.tokenizer, data.chat_template, tmp_path / "left")
-        assert data.tokenizer.chat_template == own  # it counts in the identity of the run
+        assert data.tokenizer.chat_template == chat_template  # it is part of the run's identity
         return data.chat_template, AutoTokenizer.from_pretrained(tmp_path / "left").chat_template
 
-    def named(name: str, folder: str) -> str:
-        return template_jinja(renderer_of(name, load_tokenizer(TokenizerOptions(folder)).tokenizer))
+    def make_jinja(name: str, folder: str) -> str:
+        return template_jinja(make_renderer(name, load_tokenizer(TokenizerOptions(folder)).tokenizer))
 
-    alpaca, zephyr = named("alpaca", byte_level_folder), named("zephyr", chat_folder)
-    assert left(chats, byte_level_folder) == (alpaca, alpaca)
-    assert left([chats, texts], byte_level_folder) == (alpaca, alpaca)
-    assert left(chats, chat_folder) == (CHAT_TEMPLATE, CHAT_TEMPLATE)
-    assert left(chats, chat_folder, template="zephyr") == (zephyr, zephyr)
-    assert left(chats, chat_folder, template=str(file)) == (file.read_text(), file.read_text())
-    assert left(texts, chat_folder) == (None, CHAT_TEMPLATE)
+    alpaca, zephyr = make_jinja("alpaca", byte_level_folder), make_jinja("zephyr", chat_folder)
+    assert save(chats, byte_level_folder) == (alpaca, alpaca)
+    assert save([chats, texts], byte_level_folder) == (alpaca, alpaca)
+    assert save(chats, chat_folder) == (CHAT_TEMPLATE, CHAT_TEMPLATE)
+    assert save(chats, chat_folder, template="zephyr") == (zephyr, zephyr)
+    assert save(chats, chat_folder, template=str(file)) == (file.read_text(), file.read_text())
+    assert save(texts, chat_folder) == (None, CHAT_TEMPLATE)
     (tmp_path / "left" / "chat_template.jinja").unlink()
-    assert left(texts, byte_level_folder) == (None, None)
+    assert save(texts, byte_level_folder) == (None, None)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_who_trains_on_with_what_was_left_has_the_same_rows(name, chat_folder, write_jsonl, tmp_path):
+def test_training_with_a_saved_template_gives_the_same_rows(name, chat_folder, write_jsonl, tmp_path):
     question = {"role": "user", "content": "hello 1"}
     answers = [{"role": "assistant", "content": text} for text in (" The sum\n", "42.")]
     system = {"role": "system", "content": "Add."}
     rows = write_jsonl([{"messages": [question, answers[0]]},
                         {"messages": [system, question, answers[1], question, answers[0]]}])
 
-    def data_of(template: str) -> SFTData:
+    def build(template: str) -> SFTData:
         data = SFTData(rows, tokenizer=chat_folder, template=template, max_length=256)
         data.setup("fit")
         return data
 
-    first = data_of(name)
+    first = build(name)
     (tmp_path / "left.jinja").write_text(first.chat_template)
-    second = data_of(str(tmp_path / "left.jinja"))
-    for ours, theirs in zip(first.rows_for_inspection(2), second.rows_for_inspection(2), strict=True):
-        assert (list(ours["input_ids"]), list(ours["labels"])) == (list(theirs["input_ids"]), list(theirs["labels"]))
+    second = build(str(tmp_path / "left.jinja"))
+    for original, reloaded in zip(first.rows_for_inspection(2), second.rows_for_inspection(2), strict=True):
+        assert (list(original["input_ids"]), list(original["labels"])) == (
+            list(reloaded["input_ids"]), list(reloaded["labels"]))
     assert first.codec.stop_token_ids == second.codec.stop_token_ids
     assert first.encode_prompts(["Why?"]) == second.encode_prompts(["Why?"])

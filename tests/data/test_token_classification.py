@@ -1,7 +1,4 @@
-"""TokenClassificationData: tags on the tokens that transformers' word ids say, CoNLL files, tags back from logits.
-
-Needs no network.
-"""
+"""TokenClassificationData: tags on tokens by transformers' word ids, CoNLL files, and tags from logits."""
 
 import gzip
 import json
@@ -24,7 +21,7 @@ from lmmods.runs.inspect import show_data
 from tests.data.conftest import CORPUS
 from tests.data.test_damaged_rows import WRONG
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
-from tests.data.test_sequence_classification import rows_of
+from tests.data.test_sequence_classification import read_rows
 
 WORDS = [["EU", "rejects", "German", "call", "to", "boycott", "British", "lamb", "."], ["Peter", "Blackburn"],
          ["BRUSSELS", "1996-08-22"], ["Größe", "can't", "東京", "U.S.", "[SEP]", "again"]]
@@ -33,7 +30,7 @@ TAGS = [["B-ORG", "O", "B-MISC", "O", "O", "O", "B-MISC", "O", "O"], ["B-PER", "
 NAMES = ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-PER", "O"]
 
 
-def tagged(words=WORDS, tags=TAGS, names=("tokens", "ner_tags")):
+def make_rows(words=WORDS, tags=TAGS, names=("tokens", "ner_tags")):
     return [dict(zip(names, pair)) for pair in zip(words, tags, strict=True)]
 
 
@@ -46,7 +43,7 @@ def build(path, folder, stage="fit", **fields):
 
 @pytest.fixture(scope="session")
 def split_folder(tmp_path_factory):
-    """Llama 3's kind: a pattern parts text, then bytes."""
+    """Tokenizer like Llama 3's: a pattern splits the text, then bytes."""
     tokenizer = Tokenizer(models.BPE())
     pattern = Regex(r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -60,7 +57,7 @@ def split_folder(tmp_path_factory):
 
 
 def run_ner(tokenizer, words, tags, names, label_all_tokens, **options):
-    """Ids and labels as transformers' run_ner makes them."""
+    """Return ids and labels as transformers' run_ner makes them."""
     encoded = tokenizer(words, is_split_into_words=True, **options)
     labels, before = [], None
     for word in encoded.word_ids():
@@ -78,48 +75,48 @@ def run_ner(tokenizer, words, tags, names, label_all_tokens, **options):
 
 @pytest.mark.parametrize("label_all_tokens", [False, True])
 @pytest.mark.parametrize("max_length", [10, 128])
-@pytest.mark.parametrize("kind", ["bert", "byte_level", "spm"])
-def test_rows_are_run_ners(kind, max_length, label_all_tokens, request, write_jsonl):
-    folder = request.getfixturevalue(f"{kind}_folder")
-    path = write_jsonl(tagged())
+@pytest.mark.parametrize("tokenizer_name", ["bert", "byte_level", "spm"])
+def test_rows_have_the_tokens_and_labels_of_run_ner(tokenizer_name, max_length, label_all_tokens, request, write_jsonl):
+    folder = request.getfixturevalue(f"{tokenizer_name}_folder")
+    path = write_jsonl(make_rows())
     data = build(path, folder, max_length=max_length, label_all_tokens=label_all_tokens)
     assert data.labels == NAMES
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if kind == "byte_level":  # what transformers asks for, and sets in its own classes alone
+    if tokenizer_name == "byte_level":  # transformers needs this, but sets it only in its own classes
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     options = {"split_special_tokens": True}
-    cut = 0
-    for n, row in sorted(rows_of(data).items()):
+    tokens_cut = 0
+    for n, row in sorted(read_rows(data).items()):
         inside = row["attention_mask"].bool()
         ids, labels = run_ner(tokenizer, WORDS[n], TAGS[n], NAMES, label_all_tokens, truncation=True,
                               max_length=max_length, **options)
         assert row["input_ids"][inside].tolist() == ids and row["labels"][inside].tolist() == labels
         assert (row["labels"][~inside] == IGNORED).all() and row["labels"].dtype == torch.int64
         full = tokenizer(WORDS[n], is_split_into_words=True, **options).input_ids
-        cut += len(full) - len(ids)
+        tokens_cut += len(full) - len(ids)
     source = data.report["sources"][path]
-    assert source["tokens_cut"] == cut and source["words"] == sum(map(len, WORDS))
+    assert source["tokens_cut"] == tokens_cut and source["words"] == sum(map(len, WORDS))
     assert (source["words_cut"] > 0) == (max_length == 10)
 
 
-def test_words_of_a_tokenizer_that_parts_by_a_pattern(split_folder, write_jsonl):
-    """Each word has the tokens that it has inside of a text, none of its parts a space of its own."""
-    data = build(write_jsonl(tagged()), split_folder)
-    for n, row in rows_of(data).items():
+def test_a_tokenizer_that_splits_by_a_pattern_keeps_words_whole(split_folder, write_jsonl):
+    """Each word has the same tokens as within a text, without an extra space."""
+    data = build(write_jsonl(make_rows()), split_folder)
+    for n, row in read_rows(data).items():
         ids = row["input_ids"][row["attention_mask"].bool()].tolist()
         assert ids == data.tokenizer(" " + " ".join(WORDS[n]), add_special_tokens=False).input_ids
 
 
 def test_special_tokens_in_words_stay_text(bert_folder, write_jsonl):  # noqa: F811
-    row = rows_of(build(write_jsonl(tagged()), bert_folder))[3]
+    row = read_rows(build(write_jsonl(make_rows()), bert_folder))[3]
     assert (row["input_ids"] == 3).sum() == 1
 
 
 @pytest.mark.parametrize("num_words", [3, 9])
-def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F811
+def test_words_without_a_token_are_counted_and_never_right(num_words, bert_folder, write_jsonl):  # noqa: F811
     words = ["the", "\u200b", "", "fox", "\u00ad", "dog", " ", "x", "y"][:num_words]
     tags = (["A", "B"] * 5)[:num_words]
-    path = write_jsonl(tagged([words, ["\u200b"]], [tags, ["A"]]))
+    path = write_jsonl(make_rows([words, ["\u200b"]], [tags, ["A"]]))
     data = build(path, bert_folder)
     source = data.report["sources"][path]
     expected = sum(not data.tokenizer.tokenize(word) for word in words)
@@ -133,8 +130,8 @@ def test_words_without_a_token(num_words, bert_folder, write_jsonl):  # noqa: F8
     assert result.scores["words_not_seen"] == expected
 
 
-def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
-    rows = [*tagged(), {"tokens": ["a"], "ner_tags": []}, {"tokens": [], "ner_tags": []}, {"tokens": ["a"]},
+def test_unusable_rows_are_counted_with_their_reason(bert_folder, write_jsonl):  # noqa: F811
+    rows = [*make_rows(), {"tokens": ["a"], "ner_tags": []}, {"tokens": [], "ner_tags": []}, {"tokens": ["a"]},
             {"ner_tags": ["O"]}, {"tokens": "a b", "ner_tags": ["O", "O"]}, {"tokens": ["a"], "ner_tags": None},
             {"tokens": [["a"]], "ner_tags": ["O"]}, {"tokens": [None], "ner_tags": ["O"]},
             {"tokens": ["a"], "ner_tags": [{"x": 1}]}, {"tokens": '["a"]', "ner_tags": '["O"]'},
@@ -151,22 +148,22 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reason(bert_folder, wri
 
 
 @pytest.mark.parametrize("prompts_only", [False, True])
-def test_wrong_values_give_a_row_or_a_reason(prompts_only, bert_folder):  # noqa: F811
-    cutting = make_truncating_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16)
-    encoder = TokenEncoder(cutting, prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None), True, "")
+def test_a_wrong_value_gives_a_row_or_a_reason(prompts_only, bert_folder):  # noqa: F811
+    tokenizer = make_truncating_tokenizer(load_tokenizer(TokenizerOptions(bert_folder)).tokenizer, 16)
+    encoder = TokenEncoder(tokenizer, prompts_only, "tokens", "tags", Labels(["A", "B-C", "I-C"], None), True, "")
     row = {"tokens": ["the", "fox"], "tags": ["A", "B-C"]}
     rows = [row, *({**row, column: value} for column in row for value in WRONG),
             *({**row, column: [row[column][0], value]} for column in row for value in WRONG), {"tokens": ["a"]}]
     encoded = encoder(rows)
     assert encoded.positions[0] == 0
-    places = [*encoded.positions.tolist(), *(place for place, _ in encoded.dropped)]
-    assert sorted(places) == list(range(len(rows)))
+    positions = [*encoded.positions.tolist(), *(position for position, _ in encoded.dropped)]
+    assert sorted(positions) == list(range(len(rows)))
     assert all(reason and len(reason) < 100 for _, reason in encoded.dropped)
     assert (len(rows) - 1 in encoded.positions) is prompts_only
 
 
-def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F811
-    rows = tagged(WORDS[:2], [[2, 0, 10, 0, 0, 0, 10, 0, 0], [1, 2]])
+def test_numeric_tags_can_be_named_by_data_labels(bert_folder, write_jsonl):  # noqa: F811
+    rows = make_rows(WORDS[:2], [[2, 0, 10, 0, 0, 0, 10, 0, 0], [1, 2]])
     assert build(write_jsonl(rows), bert_folder).labels == ["0", "1", "2", "10"]
     path = write_jsonl(rows, "b.jsonl")
     data = build(path, bert_folder, labels=["O", "B-PER", "I-PER"])
@@ -174,8 +171,8 @@ def test_tags_as_numbers_and_given_names(bert_folder, write_jsonl):  # noqa: F81
     assert data.codec.count_labels(data.rows("train")) == {"O": 0, "B-PER": 1, "I-PER": 1}
 
 
-def test_counts_weights_and_the_network(bert_folder, write_jsonl):  # noqa: F811
-    data = build(write_jsonl(tagged()), bert_folder)
+def test_class_weights_and_the_model_config_follow_the_tags(bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(make_rows()), bert_folder)
     flat = [tag for tags in TAGS for tag in tags]
     counts = data.codec.count_labels(data.rows("train"))
     assert counts == data.report["splits"]["train"]["labels"] == {n: flat.count(n) for n in NAMES}
@@ -199,7 +196,7 @@ a\u00a0b XX I-NP O
 # XX I-NP O"""
 
 
-def test_conll_files(tmp_path):
+def test_conll_files_are_read_as_sentences(tmp_path):
     for name, text in (("a.conll", CONLL), ("b.bio", CONLL.replace(" ", "\t").replace("\t\t", "\t")),
                        ("c.iob", CONLL.replace("\n", "\r\n"))):
         path = str(tmp_path / name)
@@ -220,7 +217,7 @@ def test_conll_files(tmp_path):
 @pytest.mark.parametrize("text,expected", [
     ("", []), ("\n\n", []), ("a O\nb\n\nc O", ["lines of a sentence differ in their number of columns", ["c"]]),
     ("New York\tB-LOC\nis\tO\n", [["New York", "is"]]), ("a\nb\n", [["a", "b"]]), ("a  O \n", [["a"]])])
-def test_sentences_of_conll_files(text, expected, tmp_path):
+def test_blank_lines_and_columns_split_conll_sentences(text, expected, tmp_path):
     (tmp_path / "a.conll").write_text(text)
     assert [row.problem or row.values["tokens"] for row in read_file(str(tmp_path / "a.conll"))] == expected
 
@@ -245,19 +242,19 @@ COMMENTS = """#\thttp://example.org/0 [2009-10-17]
     ("B-PER\tDofun\nO\tlives\n\nO\tin\nB-LOC\tGelumaz\n", r"look swapped: 'tokens' has 3 different words "
      r"\(B-LOC, B-PER, O\), 'tags' has 4 different tags \(Dofun, Gelumaz, in \.\.\.\)\. Set data.tokens_column"),
     ("\n\n".join(f"NN\tword{n}\nVB\tis{n}" for n in range(20)), "look swapped: 'tokens' has 2 .* 'tags' has 40 ")])
-def test_files_in_another_form_are_refused_with_the_reason(text, expected, bert_folder, tmp_path):  # noqa: F811
+def test_a_conll_file_with_other_columns_is_rejected(text, expected, bert_folder, tmp_path):  # noqa: F811
     (tmp_path / "a.conll").write_text(text)
     with pytest.raises(UserError, match=expected):
         build(str(tmp_path / "a.conll"), bert_folder)
 
 
-def test_a_file_with_the_tag_first_trains_once_its_columns_are_named(bert_folder, tmp_path):  # noqa: F811
+def test_a_file_with_the_tag_first_trains_with_named_columns(bert_folder, tmp_path):  # noqa: F811
     (tmp_path / "a.bio").write_text("B-PER\tDofun\nO\tlives\n\nO\tin\nB-LOC\tGelumaz\n")
     data = build(str(tmp_path / "a.bio"), bert_folder, tokens_column="tags", tags_column="tokens")
     assert data.labels == ["B-LOC", "B-PER", "O"] and data.rows_for_inspection(1)[0]["scored"] == "Dofun/B-PER lives/O"
 
 
-def test_an_endless_sentence_is_left_out(tmp_path):
+def test_a_too_long_conll_sentence_is_skipped(tmp_path):
     path = tmp_path / "a.conll"
     with open(path, "w") as file:
         file.write("a O\n\n" + "b O\n" + "x" * (LONGEST + 1) + " O\n" + "c O\n\n" + "d O\n")
@@ -265,12 +262,12 @@ def test_an_endless_sentence_is_left_out(tmp_path):
         (1, ["a"]), (3, TOO_LONG), (7, ["d"])]
 
 
-def test_training_from_conll_files(bert_folder, tmp_path):  # noqa: F811
+def test_conll_files_train_validate_and_predict(bert_folder, tmp_path):  # noqa: F811
     for name in ("train.txt", "val.conll", "ask.txt"):
         (tmp_path / name).write_text("EU\nrejects\n\nPeter\n" if name == "ask.txt" else CONLL)
     data = build(str(tmp_path / "train.txt"), bert_folder, None, val_source=str(tmp_path / "val.conll"),
                  predict_source=str(tmp_path / "ask.txt"))
-    assert data.labels == ["B-ORG", "B-PER", "I-PER", "O"] and len(rows_of(data, "val")) == 3
+    assert data.labels == ["B-ORG", "B-PER", "I-PER", "O"] and len(read_rows(data, "val")) == 3
     assert data.report["sources"][str(tmp_path / "train.txt")]["rows_dropped"] == 2
     [batch] = data.predict_dataloader()
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "index"}
@@ -282,22 +279,22 @@ def test_training_from_conll_files(bert_folder, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("label_all_tokens", [False, True])
-def test_words_are_shown_with_their_tags(label_all_tokens, bert_folder, write_jsonl, capsys):  # noqa: F811
-    data = build(write_jsonl(tagged()), bert_folder, label_all_tokens=label_all_tokens)
-    shown = data.rows_for_inspection(len(WORDS))
-    assert [row["scored"] for row in shown] == [
+def test_inspected_rows_show_words_with_tags(label_all_tokens, bert_folder, write_jsonl, capsys):  # noqa: F811
+    data = build(write_jsonl(make_rows()), bert_folder, label_all_tokens=label_all_tokens)
+    inspected = data.rows_for_inspection(len(WORDS))
+    assert [row["scored"] for row in inspected] == [
         " ".join(f"{word}/{tag}" for word, tag in zip(*row, strict=True)) for row in zip(WORDS, TAGS, strict=True)]
     show_data(data, 1, "first")
     output = capsys.readouterr().out
-    assert f"targets: {shown[0]['scored']}\n" in output and "target tokens are [[marked]]" in output
+    assert f"targets: {inspected[0]['scored']}\n" in output and "target tokens are [[marked]]" in output
 
 
 # Outputs
 
 
 @pytest.mark.parametrize("label_all_tokens", [False, True])
-def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noqa: F811
-    data = build(write_jsonl(tagged()), bert_folder, label_all_tokens=label_all_tokens)
+def test_logits_become_tags_and_entities(label_all_tokens, bert_folder, write_jsonl):  # noqa: F811
+    data = build(write_jsonl(make_rows()), bert_folder, label_all_tokens=label_all_tokens)
     outputs = {}
     for n in range(len(WORDS)):
         item = data.items("train")[n]
@@ -307,28 +304,28 @@ def test_answers_from_logits(label_all_tokens, bert_folder, write_jsonl):  # noq
     assert result.scores == {"accuracy": 1, "precision": 1, "recall": 1, "f1": 1}
     assert result.rows[3]["entities"] == [{"type": "LOC", "start": 2, "end": 4, "text": "東京 U.S."}]
     assert result.files["classes.json"]["entities"]["MISC"]["support"] == 2
-    outputs[1] = -outputs[1]  # the first tag of the others is the largest then
+    outputs[1] = -outputs[1]  # a wrong tag is now the largest
     scores = data.answer("train", outputs).scores
     assert scores["accuracy"] == pytest.approx(17 / 19) and scores["recall"] == pytest.approx(5 / 6)
     json.dumps(result)
 
 
-def right_logits(data, role):
-    """Logits that give each word of a set that the model sees its own tag."""
+def make_right_logits(data, role):
+    """Return logits that predict the right tag for each word that the model sees."""
     rows = data.rows(role)
     return {n: np.eye(len(data.labels), dtype=np.float32)[np.maximum(rows[n]["labels"], 0)] for n in range(len(rows))}
 
 
 @pytest.mark.parametrize("role", ["val", "test", "predict"])
-def test_words_that_are_cut_off_are_missed_entities(role, bert_folder, write_jsonl):  # noqa: F811
-    """Those beyond the cut are O, as seqeval reads in the predictions; nothing rises when rows are cut."""
+def test_truncated_words_count_as_missed_entities(role, bert_folder, write_jsonl):  # noqa: F811
+    """Truncated words are predicted as O, and no score rises when rows are truncated."""
     words = [["Peter", "Blackburn", "saw", "New", "York", "City", "."], ["EU", "again"]]
     tags = [["B-PER", "I-PER", "O", "B-LOC", "I-LOC", "I-LOC", "O"], ["B-ORG", "O"]]
-    path, other = write_jsonl(tagged(words, tags)), write_jsonl(tagged(words, tags), "other.jsonl")
+    path, other = write_jsonl(make_rows(words, tags)), write_jsonl(make_rows(words, tags), "other.jsonl")
     stage, by_length = {"val": "validate"}.get(role, role), []
     for max_length in (4, 8, 16, 24, 32, 128):
         data = build(path, bert_folder, stage, max_length=max_length, **{f"{role}_source": other})
-        result = data.answer(role, right_logits(data, role))
+        result = data.answer(role, make_right_logits(data, role))
         predicted = [row["prediction"] for row in result.rows]
         unseen = [len(row) - len(set(data.rows(role)[n]["words"].tolist()) - {-1}) for n, row in enumerate(tags)]
         assert [row[len(row) - count:] for row, count in zip(predicted, unseen, strict=True)] == [
@@ -344,11 +341,11 @@ def test_words_that_are_cut_off_are_missed_entities(role, bert_folder, write_jso
     assert any(0 < f1 < 1 for *_, f1 in by_length)
 
 
-def test_entities_without_the_tag_of_other_words(bert_folder, write_jsonl):  # noqa: F811
-    """O is then none of the labels, but words beyond the cut are missed all the same."""
-    rows = tagged([["Peter", "Blackburn", "Brussels"], ["EU"]], [["B-PER", "I-PER", "B-LOC"], ["B-LOC"]])
+def test_truncated_entities_are_missed_without_an_o_label(bert_folder, write_jsonl):  # noqa: F811
+    """O is then not one of the labels, but truncated words still count as missed."""
+    rows = make_rows([["Peter", "Blackburn", "Brussels"], ["EU"]], [["B-PER", "I-PER", "B-LOC"], ["B-LOC"]])
     data = build(write_jsonl(rows), bert_folder, max_length=4)
-    result = data.answer("train", right_logits(data, "train"))
+    result = data.answer("train", make_right_logits(data, "train"))
     assert "O" not in data.labels and result.rows[0]["prediction"][-1] == "O"
     expected = [row["ner_tags"] for row in rows]
     assert result.scores["recall"] == pytest.approx(seqeval.recall_score(
@@ -356,9 +353,9 @@ def test_entities_without_the_tag_of_other_words(bert_folder, write_jsonl):  # n
     assert sum(entry["support"] for entry in result.files["classes.json"]["classes"].values()) == 4
 
 
-def test_evaluation_says_what_it_does_not_see(bert_folder, write_jsonl, capsys):  # noqa: F811
-    path = write_jsonl(tagged())
-    val = write_jsonl([*tagged(), {"tokens": [], "ner_tags": []}, {"tokens": ["a"]}, {"tokens": ["b"]}], "val.jsonl")
+def test_evaluation_reports_dropped_and_truncated_rows(bert_folder, write_jsonl, capsys):  # noqa: F811
+    path = write_jsonl(make_rows())
+    val = write_jsonl([*make_rows(), {"tokens": [], "ner_tags": []}, {"tokens": ["a"]}, {"tokens": ["b"]}], "val.jsonl")
     data = build(path, bert_folder, "validate", val_source=val, max_length=10)
     output = capsys.readouterr().out
     assert (f"warning: Validation excludes rows of {val}, 7 read: ner_tags is missing (2 rows, first {val}:6); empty "
@@ -373,17 +370,17 @@ def test_evaluation_says_what_it_does_not_see(bert_folder, write_jsonl, capsys):
     assert output.count("does not cover") == 1 and "Predict does not cover" in output
 
 
-def test_predict_says_why_there_are_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
-    ask = write_jsonl([*tagged(), {"tokens": ["a"], "ner_tags": ["B-GOD"]}], "ask.jsonl")
-    data = build(write_jsonl(tagged()), bert_folder, "predict", predict_source=ask)
-    result = data.answer("predict", right_logits(data, "predict"))
+def test_predict_reports_why_it_has_no_scores(bert_folder, write_jsonl, capsys):  # noqa: F811
+    ask = write_jsonl([*make_rows(), {"tokens": ["a"], "ner_tags": ["B-GOD"]}], "ask.jsonl")
+    data = build(write_jsonl(make_rows()), bert_folder, "predict", predict_source=ask)
+    result = data.answer("predict", make_right_logits(data, "predict"))
     assert result.scores == {} and len(result.rows) == 5
     assert "warning: predict has no scores: 1 of 5 rows have no right answer, or one that training did not have" in (
         capsys.readouterr().out)
 
 
 def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F811
-    rows = tagged([["the", "fox"], ["it", "jumps"]], [["DT", "NN"], ["PRP", "VBZ"]], ("words", "pos_tags"))
+    rows = make_rows([["the", "fox"], ["it", "jumps"]], [["DT", "NN"], ["PRP", "VBZ"]], ("words", "pos_tags"))
     data = build(write_jsonl(rows), bert_folder)
     assert (data.tokens_column, data.tags_column) == ("words", "pos_tags")
     outputs = {n: np.zeros((len(data.rows("train")[n]["input_ids"]), 4), np.float32) for n in range(2)}
@@ -392,11 +389,11 @@ def test_parts_of_speech_have_no_entities(bert_folder, write_jsonl):  # noqa: F8
     assert set(result.rows[0]) == {"words", "pos_tags", "prediction"}
 
 
-@pytest.mark.parametrize("row,is_ours", [
+@pytest.mark.parametrize("row,is_recognised", [
     ({"tokens": ["a"], "ner_tags": [1]}, True), ({"words": ["a"], "labels": ["O"], "id": 1}, True),
     ({"tokens": ["a"], "tags": ["O", "O"]}, False), ({"text": "a", "labels": [1]}, False), ({"tokens": ["a"]}, False)])
-def test_which_rows_are_recognised(row, is_ours):
-    assert bool(TokenClassificationData.recognise(Row("a.jsonl", 1, row))) is is_ours
+def test_rows_with_words_and_tags_are_recognised(row, is_recognised):
+    assert bool(TokenClassificationData.recognise(Row("a.jsonl", 1, row))) is is_recognised
 
 
 @pytest.mark.parametrize("row,fields,expected", [
@@ -407,6 +404,6 @@ def test_which_rows_are_recognised(row, is_ours):
     ({"tokens": ["a"], "tags": None}, {},
      r"no row has a label in the column 'tags', 3 read: tags is not a list \(3 rows, first .*rows.jsonl:1"),
     ({"tokens": ["a"], "tags": ["O"]}, {"streaming": True}, "List them in data.labels")])
-def test_refused_with_a_remedy(row, fields, expected, bert_folder, write_jsonl):  # noqa: F811
+def test_wrong_columns_are_rejected_with_a_remedy(row, fields, expected, bert_folder, write_jsonl):  # noqa: F811
     with pytest.raises(UserError, match=expected):
         build(write_jsonl([row] * 3), bert_folder, **fields)

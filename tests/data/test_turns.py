@@ -1,4 +1,4 @@
-"""Turns and rows as other trainers write them: calls of tools, reasoning, parts, what is scored; and what is unused."""
+"""Turns and rows in other trainers' layouts: tool calls, reasoning, content parts, targets and unused keys."""
 
 import copy
 import json
@@ -54,22 +54,22 @@ PLUGINS = {"chat": {
 def read(layout: str, row: dict, roles: dict | None = None, turn_fields: dict | None = None) -> Conversation:
     before = copy.deepcopy(row)
     conversation = read_conversation(layout, row, roles or {}, turn_fields)
-    assert row == before  # the row as read is stored after it is converted
+    assert row == before  # the original row is stored after the conversion
     return conversation
 
 
-def turns(*spoken: dict) -> list[dict]:
-    return read("messages", {"messages": list(spoken)}).messages
+def read_turns(*messages: dict) -> list[dict]:
+    return read("messages", {"messages": list(messages)}).messages
 
 
 # Turns
 
 
-def test_calls_of_openai_keep_their_order_ids_and_answers():
-    result = read("messages", PARALLEL)
+def test_openai_tool_calls_keep_order_ids_and_results():
+    conversation = read("messages", PARALLEL)
     calls = [{**CALLED, "function": {**CALL, "arguments": {"city": city}}, "id": f"c{n}"}
              for n, city in enumerate(("Paris", "Rome"))]
-    assert result.messages == [
+    assert conversation.messages == [
         {"role": "system", "content": "sys"},
         {"role": "user", "content": "Paris or Rome?", "name": "Ann"},
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -77,19 +77,19 @@ def test_calls_of_openai_keep_their_order_ids_and_answers():
         {"role": "tool", "content": "sun", "tool_call_id": "c1", "name": "get_weather"},
         {"role": "assistant", "content": "Rome.", "reasoning_content": "Sun is better."},
     ]
-    assert result.tools == [TOOL] and result.unused == ("parallel_tool_calls",)
+    assert conversation.tools == [TOOL] and conversation.unused == ("parallel_tool_calls",)
 
 
-def test_calls_and_observations_of_llama_factory():
-    result = read("sharegpt", LLAMA_FACTORY)
-    assert result.messages == [
+def test_llama_factory_tool_calls_and_observations_are_read():
+    conversation = read("sharegpt", LLAMA_FACTORY)
+    assert conversation.messages == [
         {"role": "system", "content": "sys"},
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [CALLED]},
         {"role": "tool", "content": '{"sky": "grey"}'},
         {"role": "assistant", "content": "Grey."},
     ]
-    assert result.tools == [TOOL] and not result.unused
+    assert conversation.tools == [TOOL] and not conversation.unused
 
 
 @pytest.mark.parametrize("turn,expected", [
@@ -117,15 +117,15 @@ def test_calls_and_observations_of_llama_factory():
     ({"role": "assistant", "content": "x", "masked": True}, {"content": "x", "scored": False}),
     ({"role": "assistant", "content": "x", "train": None}, {"content": "x"}),
 ])
-def test_an_assistant_says(turn, expected):
-    assert turns(turn) == [{"role": "assistant", **expected}]
+def test_assistant_turns_of_any_layout_are_read(turn, expected):
+    assert read_turns(turn) == [{"role": "assistant", **expected}]
 
 
 @pytest.mark.parametrize("name,role", [
     ("developer", "system"), ("Human", "user"), ("observation", "tool"), ("function", "tool"), ("ipython", "tool"),
     ("function_response", "tool")])
-def test_roles(name, role):
-    assert turns({"role": name, "content": "x"}) == [{"role": role, "content": "x"}]
+def test_role_names_map_to_the_four_roles(name, role):
+    assert read_turns({"role": name, "content": "x"}) == [{"role": role, "content": "x"}]
 
 
 @pytest.mark.parametrize("turn,reason", [
@@ -147,31 +147,31 @@ def test_roles(name, role):
     ({"role": "user", "content": [3]}, "a part that is neither text nor an object"),
     ({"content": "x", "model": "gpt"}, "without role or content"),
 ])
-def test_turns_that_cannot_be_used_give_a_reason(turn, reason):
+def test_an_unusable_turn_gives_a_reason(turn, reason):
     with pytest.raises(RowProblem, match=reason):
-        turns(turn)
+        read_turns(turn)
 
 
-def test_turns_in_an_object_or_as_json_text():
+def test_turns_may_be_an_object_or_json_text():
     numbered = {f"turn_{n}": {"role": role, "content": str(n)} for n, role in ((10, "assistant"), (9, "user"))}
     for value in (numbered, json.dumps(numbered), json.dumps([numbered["turn_9"], numbered["turn_10"]])):
         assert [m["content"] for m in read("messages", {"messages": value}).messages] == ["9", "10"]
 
 
-def test_one_turn_of_several_speakers():
+def test_an_object_with_several_speakers_becomes_several_turns():
     row = {"messages": [{"human": "a", "assistant": "b", "weight": 0, "id": 3}, {"Kunde": "c", "gpt": None}]}
-    result = read("messages", row, {"Kunde": "human"})
-    assert result.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False},
+    parsed = read("messages", row, {"Kunde": "human"})
+    assert parsed.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False},
                                {"role": "user", "content": "c"}]
-    assert result.unused == ("messages.id",)
+    assert parsed.unused == ("messages.id",)
 
 
-def test_keys_of_turns_can_be_named():
+def test_data_turn_fields_names_the_keys_of_turns():
     row = {"messages": [{"who": "Kunde", "said": "a"},
                         {"who": "gpt", "said": "b", "thoughts": "c", "calls": [CALL], "counts": 0}]}
-    result = read("messages", row, {"Kunde": "user"}, {"role": "who", "content": "said", "tool_calls": "calls",
+    parsed = read("messages", row, {"Kunde": "user"}, {"role": "who", "content": "said", "tool_calls": "calls",
                                                        "reasoning_content": "thoughts", "scored": "counts"})
-    assert result.messages == [{"role": "user", "content": "a"},
+    assert parsed.messages == [{"role": "user", "content": "a"},
                                {"role": "assistant", "content": "b", "tool_calls": [CALLED], "reasoning_content": "c",
                                 "scored": False}]
     with pytest.raises(UserError, match=r"data.turn_fields: 'roles' is not a part of a turn \(role, content"):
@@ -185,12 +185,12 @@ def test_keys_of_turns_can_be_named():
     [TOOL], [WEATHER], {"type": "function", **WEATHER}, json.dumps([WEATHER]), json.dumps(TOOL), [json.dumps(WEATHER)],
     [{"type": None, "function": WEATHER}]])
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_tools_of_any_writing(tools, column):
-    result = read("messages", {"messages": [USER, REPLY], column: tools})
-    assert result.tools == [TOOL] and result.messages == [USER, REPLY]
+def test_tools_are_read_in_any_layout(tools, column):
+    conversation = read("messages", {"messages": [USER, REPLY], column: tools})
+    assert conversation.tools == [TOOL] and conversation.messages == [USER, REPLY]
 
 
-def test_what_stands_beside_the_turns():
+def test_columns_next_to_the_turns_are_read():
     row = {"messages": [USER, REPLY], "documents": [{"title": "t", "text": "x"}], "weight": 2,
            "chat_template_kwargs": {"enable_thinking": False}, "tools": "", "functions": None, "system": "sys"}
     assert read("messages", row) == Conversation(
@@ -218,18 +218,18 @@ def test_what_stands_beside_the_turns():
     ({"messages": [{**USER, "content": "<image>\nask"}, REPLY], "image": "a.png"}, "the row has images"),
     ({"kto_tag": False}, "kto_tag is false"),
 ])
-def test_rows_that_cannot_be_used_give_a_reason(extra, reason):
+def test_an_unusable_row_gives_a_reason(extra, reason):
     with pytest.raises(RowProblem, match=reason):
         read("messages", {"messages": [USER, REPLY], **extra})
 
 
-def test_media_of_text_rows_are_no_hindrance():
+def test_empty_media_columns_do_not_drop_a_text_row():
     row = {"messages": [{**USER, "content": "What is <image>?"}, REPLY], "images": [], "videos": None, "kto_tag": True}
     assert not read("messages", row).unused
     assert read("messages", {**row, "messages": [USER, REPLY], "image": "a.png"}).unused == ("image",)
 
 
-def test_unused_keys_of_rows_and_turns():
+def test_unused_keys_of_rows_and_turns_are_listed():
     row = {"instruction": "ask", "input": "", "output": "reply", "category": "x", "id": 0, "note": "", "tags": []}
     assert read("alpaca", row).unused == ("category", "id")
     row = {"conversations": [{"from": "human", "value": "a", "lang": "en"}, {"from": "gpt", "value": "b", "lang": "de"}]
@@ -242,24 +242,24 @@ def test_unused_keys_of_rows_and_turns():
 # Layouts
 
 
-ASKED = ["user: ask", "assistant: reply"]
+EXCHANGE = ["user: ask", "assistant: reply"]
 
 
 @pytest.mark.parametrize("row,layout,expected", [
     # LLaMA-Factory
     ({"instruction": "more", "input": "", "output": "end", "history": [["ask", "reply"]], "system": "sys"}, "alpaca",
      ["system: sys", "user: ask", "assistant: reply", "user: more", "assistant: end"]),
-    ({"instruction": "ask", "input": "", "chosen": "reply", "rejected": "x"}, "hh-rlhf", ASKED),
+    ({"instruction": "ask", "input": "", "chosen": "reply", "rejected": "x"}, "hh-rlhf", EXCHANGE),
     ({"conversations": [{"from": "human", "value": "ask"}], "chosen": {"from": "gpt", "value": "reply"},
-      "rejected": {"from": "gpt", "value": "x"}}, "sharegpt", ASKED),
+      "rejected": {"from": "gpt", "value": "x"}}, "sharegpt", EXCHANGE),
     ({"conversations": [{"from": "human", "value": "ask"}], "chosen": "reply", "rejected": "x"}, "sharegpt",
-     ASKED),
+     EXCHANGE),
     # TRL
-    ({"prompt": [USER], "completion": [REPLY]}, "prompt-completion", ASKED),
+    ({"prompt": [USER], "completion": [REPLY]}, "prompt-completion", EXCHANGE),
     ({"prompt": [USER], "completion": []}, "prompt-completion", None),
-    ({"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}, "hh-rlhf", ASKED),
-    ({"prompt": "ask", "chosen": [USER, REPLY], "rejected": [USER, REPLY]}, "hh-rlhf", ASKED),
-    ({"prompt": [USER], "chosen": [USER, REPLY]}, "hh-rlhf", ASKED),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}, "hh-rlhf", EXCHANGE),
+    ({"prompt": "ask", "chosen": [USER, REPLY], "rejected": [USER, REPLY]}, "hh-rlhf", EXCHANGE),
+    ({"prompt": [USER], "chosen": [USER, REPLY]}, "hh-rlhf", EXCHANGE),
     ({"prompt": [{"role": "system", "content": "sys"}], "chosen": [USER, REPLY]}, "hh-rlhf",
      ["system: sys", "user: ask", "assistant: reply"]),
     ({"question": "ask", "system": "sys", "chosen": "reply", "rejected": "x"}, "hh-rlhf",
@@ -270,9 +270,9 @@ ASKED = ["user: ask", "assistant: reply"]
     ({"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", "chosen": " d", "rejected": ""}, "hh-rlhf",
      ["user: a", "assistant: b", "user: c", "assistant: d"]),
     # lmsys-chat-1m
-    ({"conversation_id": "x", "conversation": [USER, REPLY]}, "conversation", ASKED),
+    ({"conversation_id": "x", "conversation": [USER, REPLY]}, "conversation", EXCHANGE),
 ])
-def test_rows_of_other_trainers(row, layout, expected):
+def test_rows_of_other_trainers_are_detected_and_read(row, layout, expected):
     assert detect_format(row, "f:1") == layout
     if expected is None:
         with pytest.raises(RowProblem):
@@ -281,10 +281,10 @@ def test_rows_of_other_trainers(row, layout, expected):
         assert [f"{m['role']}: {m['content']}" for m in read(layout, row).messages] == expected
 
 
-def test_tools_and_thoughts_of_moss():
-    result = read("moss", PLUGINS).messages
-    assert [m["content"] for m in result if m["role"] == "user"] == ["ask 1", "ask 2", "ask 10"]
-    assert result[1:4] == [
+def test_moss_tool_calls_and_thoughts_are_read():
+    messages = read("moss", PLUGINS).messages
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["ask 1", "ask 2", "ask 10"]
+    assert messages[1:4] == [
         {"role": "assistant", "content": "", "reasoning_content": "I look it up.", "tool_calls": [
             {"type": "function", "function": {"name": "Search", "arguments": '"a (b), c"'}},
             {"type": "function", "function": {"name": "Calculate", "arguments": '"1+1"'}}]},
@@ -293,39 +293,39 @@ def test_tools_and_thoughts_of_moss():
     ]
 
 
-def test_xtuner_says_which_answers_are_scored():
+def test_xtuner_output_with_loss_chooses_the_targets():
     row = {"conversation": [{"system": "", "input": "a", "output": "b", "output_with_loss": False}]}
     assert read("conversation", row).messages == [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "scored": False}]
 
 
-def test_answers_of_openai_batches():
+def test_openai_batch_rows_are_joined_with_their_response():
     body = {"model": "m", "messages": [USER], "tools": [TOOL]}
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     row = {"custom_id": "1", "body": body, "response": {"status_code": 200, "body": {"choices": [{"message": answer}]}}}
-    result = read("openai-batch", row)
-    assert result.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
-    assert result.tools == [TOOL] and result.unused == ("body.model",)
+    conversation = read("openai-batch", row)
+    assert conversation.messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
+    assert conversation.tools == [TOOL] and conversation.unused == ("body.model",)
     assert read("openai-batch", {"custom_id": "1", "body": json.dumps(body)}).messages == [USER]
     with pytest.raises(RowProblem, match="response has no answer"):
         read("openai-batch", {**row, "response": {"status_code": 400, "body": {"error": {"message": "x"}}}})
 
 
-def test_bare_lists_of_turns_are_rows(tmp_path):
+def test_a_bare_list_of_turns_is_a_row(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps([USER, REPLY]) + "\n[]\n")
     (tmp_path / "a.json").write_text(json.dumps([[USER, REPLY], []]))
     (tmp_path / "b.json").write_text(json.dumps({"data": [[USER, REPLY], []]}))
     for name in ("a.jsonl", "a.json", "b.json"):
         rows = [row.values for row in read_file(str(tmp_path / name))]
         assert rows == [{"messages": [USER, REPLY]}, {"messages": []}]
-    (tmp_path / "one.json").write_text(json.dumps([USER, REPLY]))  # one conversation is no list of them
+    (tmp_path / "one.json").write_text(json.dumps([USER, REPLY]))  # one conversation is not a list of conversations
     assert [row.values for row in read_file(str(tmp_path / "one.json"))] == [USER, REPLY]
 
 
-# Whole sets
+# Whole datasets
 
 
-def test_report_names_what_is_not_used(spm_folder, write_jsonl):
+def test_the_report_lists_unused_columns(spm_folder, write_jsonl):
     rows = [{"instruction": f"ask {n}", "output": f"reply {n}", "category": "x", **({"id": n} if n % 2 else {})}
             for n in range(12)]
     data = SFTData(write_jsonl(rows), tokenizer=spm_folder)
@@ -336,7 +336,7 @@ def test_report_names_what_is_not_used(spm_folder, write_jsonl):
     assert not any(key.startswith("unused") for key in source)
 
 
-def test_columns_lead_into_objects(spm_folder, write_jsonl):
+def test_data_columns_reads_nested_objects(spm_folder, write_jsonl):
     turns = {"turn_1": {"who": "Kunde", "said": "ask"}, "turn_2": {"who": "gpt", "said": "reply"}}
     rows = [{"chat": {"messages": turns, "lang": "de"}, "meta": {"sys": "sys"}}] * 3
     path = write_jsonl(rows)

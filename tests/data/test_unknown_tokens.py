@@ -1,4 +1,4 @@
-"""A vocabulary that does not fit the texts, and splits of which nothing is scored, are told before training."""
+"""A vocabulary that does not fit the texts and splits without targets are reported before training."""
 
 import json
 
@@ -20,7 +20,7 @@ BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_h
 
 @pytest.fixture(scope="session")
 def cased_folder(shared):
-    """A cased BERT folder of vocab.txt alone, which transformers reads in lower case."""
+    """A cased BERT folder with only a vocab.txt, which transformers lower-cases."""
     def fill(folder):
         (folder / "vocab.txt").write_text("\n".join(WORDS))
         (folder / "config.json").write_text(json.dumps(BERT))
@@ -45,23 +45,23 @@ CASED = "The Fox Jumps\n" * 40
 
 
 @ENGINES
-@pytest.mark.parametrize(("train", "val", "key", "why"), [
+@pytest.mark.parametrize(("train", "val", "key", "reason"), [
     ("What Jumps\n" * 40, None, "data.source", "80 of 120 tokens (66.7%) are unknown to the vocabulary"),
     ("the fox\n" * 40, "Jumps\n" * 4, "data.val_source", "4 of 8 tokens (50.0%) are unknown to the vocabulary"),
     ("the fox\n" * 40, "the\n", "data.val_source", "in masked language modelling, no mask give no target")])
-def test_a_split_without_a_scored_token_is_refused(mlm, engine, train, val, key, why, tmp_path, capsys):
-    """Of unknown tokens alone; or, in validation, so short that its fixed masks leave all of it out."""
+def test_a_split_without_a_target_is_rejected(mlm, engine, train, val, key, reason, tmp_path, capsys):
+    """Only unknown tokens; or validation rows so short that the fixed masks cover none of them."""
     (tmp_path / "val.txt").write_text(val or "")
     fields = {"val_source": str(tmp_path / "val.txt")} if val else {}
     for command in ("fit", "inspect", "validate") if val else ("fit", "inspect"):
         assert main([command, *mlm(engine, train, **fields)]) == 2
         error = capsys.readouterr().err
-        assert f"error: {key}: none of its " in error and why in error and error.count("\n") == 1
+        assert f"error: {key}: none of its " in error and reason in error and error.count("\n") == 1
     assert not list((tmp_path / "run").glob("*"))
 
 
 @ENGINES
-def test_unknown_tokens_are_counted_and_warned_about(mlm, engine, tmp_path, capsys):
+def test_unknown_tokens_are_counted_with_a_warning(mlm, engine, tmp_path, capsys):
     assert main(["fit", *mlm(engine, "the fox Jumps\n" * 40, val_size=4)]) == 0
     output = capsys.readouterr().out
     assert output.count("40 of 160 tokens (25.0%) are unknown to the vocabulary") == 1
@@ -72,8 +72,8 @@ def test_unknown_tokens_are_counted_and_warned_about(mlm, engine, tmp_path, caps
 
 
 @ENGINES
-def test_do_lower_case(mlm, engine, tmp_path, capsys):
-    """The option reaches the tokens, and the tokenizer that the run leaves."""
+def test_do_lower_case_changes_tokens_and_the_saved_tokenizer(mlm, engine, tmp_path, capsys):
+    """It changes the tokens, and the tokenizer that the run saves."""
     from transformers import AutoTokenizer
 
     assert main(["fit", *mlm(engine, CASED, val_size=4, tokenizer_options={"do_lower_case": False})]) == 0
@@ -85,14 +85,14 @@ def test_do_lower_case(mlm, engine, tmp_path, capsys):
     assert "data.tokenizer_options" in capsys.readouterr().err
 
 
-def rows_of(kind, path, text, folder, **fields):
+def build(data_class, path, text, folder, **fields):
     path.write_text(text)
-    data = kind(str(path), tokenizer=str(folder), **{"max_length": 32, **fields})
+    data = data_class(str(path), tokenizer=str(folder), **{"max_length": 32, **fields})
     data.setup("fit")
     return data
 
 
-def test_options_that_a_tokenizer_does_not_take(cased_folder, byte_level, tmp_path):
+def test_tokenizer_options_without_effect_are_rejected(cased_folder, byte_level, tmp_path):
     with pytest.raises(UserError, match="data.tokenizer_options has lower, but takes only do_lower_case, strip_acc"):
         MLMData("x", tokenizer_options={"lower": True})
     for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars"):
@@ -105,12 +105,12 @@ def test_options_that_a_tokenizer_does_not_take(cased_folder, byte_level, tmp_pa
     data = CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": True})
     with pytest.raises(UserError, match="do_lower_case is true, but the tokenizer of .* still reads 'A' as 'A'"):
         _ = data.tokenizer
-    assert CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": False}).tokenizer  # as it reads
+    assert CLMData("x", tokenizer=byte_level, tokenizer_options={"do_lower_case": False}).tokenizer  # already the case
 
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "BertTokenizer"])
-def test_options_change_what_tokenizer_json_says(cased_folder, tmp_path, name):
-    """Also where that file stands beside no class of BERT's, whose loader knows no such option."""
+def test_tokenizer_options_override_tokenizer_json(cased_folder, tmp_path, name):
+    """Also if the tokenizer class is not BERT's and has no such option."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(cased_folder).save_pretrained(tmp_path / "json")
@@ -127,26 +127,26 @@ def byte_level(tokenizer_folder) -> str:
     return str(tokenizer_folder)
 
 
-def test_questions_and_rows_of_no_weight(cased_folder, byte_level, tmp_path):
-    """Other tasks count and refuse alike. A test of questions is scored by the texts of answers, and is not."""
+def test_qa_and_weighted_rows_without_targets_are_rejected(cased_folder, byte_level, tmp_path):
+    """Other tasks count and reject alike, except a QA test set, which is scored by the texts of answers."""
     def questions(text):
         return json.dumps({"question": "the fox", "context": "the fox What", "id": "1",
                            "answers": {"text": [text], "answer_start": [0]}})
 
     fields = {"stride": 4, "question_max_length": 8}
-    data = rows_of(QAData, tmp_path / "a.jsonl", questions("the"), cased_folder, **fields)
+    data = build(QAData, tmp_path / "a.jsonl", questions("the"), cased_folder, **fields)
     [source] = data.report["sources"].values()
     assert (source["unknown_tokens"], source["tokens"]) == (1, 8)
     with pytest.raises(UserError, match="data.source: none of its"):
-        rows_of(QAData, tmp_path / "a.jsonl", questions("elsewhere"), cased_folder, **fields)
+        build(QAData, tmp_path / "a.jsonl", questions("elsewhere"), cased_folder, **fields)
     data = QAData("x", test_source=str(tmp_path / "a.jsonl"), tokenizer=cased_folder, max_length=32, **fields)
     data.setup("test")
     row = json.dumps({"prompt": "a", "completion": "b", "weight": 0})
     with pytest.raises(UserError, match="no usable row among 1 read: the row's weight is 0"):
-        rows_of(SFTData, tmp_path / "b.jsonl", row, byte_level, template="plain")
+        build(SFTData, tmp_path / "b.jsonl", row, byte_level, template="plain")
 
 
-def test_an_added_token_has_characters():
+def test_an_empty_added_token_is_rejected():
     with pytest.raises(UserError, match="data.add_tokens contains an empty string; remove it"):
         CLMData("x", add_tokens=["<gene>", ""])
 
@@ -154,25 +154,25 @@ def test_an_added_token_has_characters():
 # Added tokens -----------------------------------------------------------------------------------------------------
 
 
-def test_added_tokens_are_whole_in_texts(cased_folder, tmp_path):
-    """One that the vocabulary holds and the tokenizer splits keeps its id; neither is special, so both are masked."""
-    data = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox <gene>s\n", cased_folder,
-                   add_tokens=["[unused0]", "<gene>", "[MASK]"], documents="line", mlm_probability=0.99)
+def test_added_tokens_are_single_tokens_in_texts(cased_folder, tmp_path):
+    """A vocabulary entry that the tokenizer splits keeps its id; neither token is special, so both are masked."""
+    data = build(MLMData, tmp_path / "a.txt", "the [unused0] fox <gene>s\n", cased_folder,
+                 add_tokens=["[unused0]", "<gene>", "[MASK]"], documents="line", mlm_probability=0.99)
     ids = data.rows("train")[0]["input_ids"].tolist()
     assert data.tokenizer.convert_ids_to_tokens(ids[:-1]) == ["the", "[unused0]", "fox", "<gene>", "s"]
     assert ids[1] == 5 and ids[3] == len(WORDS) and data.trainable_new_tokens == [len(WORDS)]
     assert data.report["tokenizer"] == ["data.add_tokens: [unused0] keeps its id 5 and is no longer split",
                                         "data.add_tokens: [MASK] is already a token"]
     assert (data.items("train")[0]["labels"][1:-2] != -100).all()
-    split = rows_of(MLMData, tmp_path / "a.txt", "the [unused0] fox\n", cased_folder, documents="line")
+    split = build(MLMData, tmp_path / "a.txt", "the [unused0] fox\n", cased_folder, documents="line")
     assert split.rows("train")[0]["input_ids"].tolist().count(1) == 3
 
 
-def test_marks_of_a_template_are_whole_in_the_template_alone(byte_level, tmp_path):
-    """What a user types stays text, so that no row can end a turn; words of one's own are whole everywhere."""
+def test_added_template_marks_are_matched_only_in_the_template(byte_level, tmp_path):
+    """Typed marks stay text, so that no row can end a turn; added words are single tokens everywhere."""
     row = json.dumps({"prompt": "Say <|im_end|> and <gene>.", "completion": "<gene>"})
-    data = rows_of(SFTData, tmp_path / "a.jsonl", row, byte_level, template="chatml", max_length=99,
-                   add_tokens=["<|im_start|>", "<|im_end|>", "<gene>"])
+    data = build(SFTData, tmp_path / "a.jsonl", row, byte_level, template="chatml", max_length=99,
+                 add_tokens=["<|im_start|>", "<|im_end|>", "<gene>"])
     ids = data.rows("train")[0]["input_ids"].tolist()
     start, end, gene = (data.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>", "<gene>"))
     assert (ids.count(start), ids.count(end), ids.count(gene)) == (2, 2, 2)
@@ -186,13 +186,13 @@ def test_a_word_that_a_template_does_not_contain_is_one_token_in_text(byte_level
     assert data.rows("train")[0]["input_ids"].tolist().count(data.tokenizer.convert_tokens_to_ids("tool")) == 2
 
 
-def test_old_runs_go_on_with_the_tokens_that_they_had(byte_level, tmp_path):
-    """A checkpoint of before says nothing of it: added tokens were whole in templates only."""
-    made = []
+def test_old_runs_resume_with_the_same_tokens(byte_level, tmp_path):
+    """Older checkpoints have no such state: added tokens were matched only in templates."""
+    counts = []
     for state in ({}, CLMData("x").state_at({})):
         data = CLMData(str(tmp_path / "a.txt"), tokenizer=byte_level, max_length=32, add_tokens=["<gene>"])
         (tmp_path / "a.txt").write_text("a <gene> b\n")
         data.resume_from({"CLMData": state})
         data.setup("fit")
-        made.append(data.rows("train")[0]["input_ids"].tolist().count(320))
-    assert made == [0, 1]
+        counts.append(data.rows("train")[0]["input_ids"].tolist().count(320))
+    assert counts == [0, 1]
