@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from lmmods.data.grpo import PromptData
 from lmmods.rollouts.policy import SampledAnswer
 
-# Tools appear by name only, as the tiny tokenizer has one token per letter.
+# Tools appear only by name: the tiny tokenizer has one token per letter.
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}[{{ tool.function.name }}]{% endfor %}<|im_end|>
@@ -28,7 +28,7 @@ TEMPLATE = """
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""  # noqa: E501 - line ends would be part of it
+{% endif %}"""  # noqa: E501 - line ends would be part of the template
 END = "<|im_end|>"
 
 

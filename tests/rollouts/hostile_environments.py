@@ -13,7 +13,7 @@ state = {"made": 0}
 
 
 class Counter:
-    """Counts, up to a target of the row."""
+    """Counts up to the row's target."""
 
     def __init__(self) -> None:
         state["made"] += 1

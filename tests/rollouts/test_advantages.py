@@ -11,19 +11,19 @@ NAN = np.nan
 
 @pytest.mark.parametrize(("scale", "variances"), [("group", [1 / 3, 20 / 3]), ("batch", [61.5 / 7] * 2),
                                                   ("none", None)])
-def test_advantages_by_hand(scale, variances):
-    """Means 0.5 and 5, squared distances 1 and 20; over both prompts the mean is 2.75, the squared distances 61.5."""
+def test_advantages_equal_values_computed_by_hand(scale, variances):
+    """The means are 0.5 and 5, the sums of squares 1 and 20; over both prompts, mean 2.75 and sum of squares 61.5."""
     rewards = np.array([[0, 1, 1, 0], [2, 4, 6, 8]], float)
     expected = np.array([[-0.5, 0.5, 0.5, -0.5], [-3, -1, 1, 3]])
     if variances:
         expected /= np.sqrt(variances)[:, None] + 1e-4
-    result = compute_advantages(rewards, scale)
-    assert result.dtype == np.float32
-    np.testing.assert_array_equal(result, np.float32(expected))
+    advantages = compute_advantages(rewards, scale)
+    assert advantages.dtype == np.float32
+    np.testing.assert_array_equal(advantages, np.float32(expected))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_missing_reward_is_left_out_of_means_and_has_no_advantage(scale):
+def test_a_missing_reward_is_ignored_and_has_no_advantage(scale):
     rewards = np.array([[1, NAN, 3, NAN], [0, 2, NAN, 4], [NAN, NAN, NAN, NAN], [7, NAN, NAN, NAN]])
     std = {"group": [2**0.5 + 1e-4, 2 + 1e-4], "none": [1, 1],
            "batch": [np.std([1, 3, 0, 2, 4, 7], ddof=1) + 1e-4] * 2}[scale]
@@ -34,7 +34,7 @@ def test_a_missing_reward_is_left_out_of_means_and_has_no_advantage(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_have_no_advantage_at_all(scale):
+def test_equal_rewards_have_an_advantage_of_exactly_zero(scale):
     """Not even from rounding: the mean of three times 0.1 is not 0.1."""
     assert np.mean([0.1] * 3) != 0.1
     rewards = np.array([[0.1, 0.1, 0.1, NAN], [0, 1, 2, 3]])
@@ -56,7 +56,7 @@ def test_prompts_with_different_rewards_have_spread():
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_trl(scale):
-    """Follow TRL's arithmetic in float64, with some rewards missing."""
+    """Compare in float64, with some rewards missing."""
     trl = pytest.importorskip("trl.trainer.utils", reason="an extra of developers (dev)")
     rng = np.random.default_rng(1)
     rewards = rng.normal(0, 2, (40, 6))

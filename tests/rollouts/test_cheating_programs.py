@@ -27,7 +27,7 @@ def has_landlock() -> bool:
 needs_landlock = pytest.mark.skipif(not has_landlock(), reason="needs Landlock")
 
 
-def passed(program: str, tests, seconds: float = 20) -> float:
+def score(program: str, tests, seconds: float = 20) -> float:
     return code_tests.run_tests(program, tests, seconds, count_all=True)
 
 
@@ -105,7 +105,7 @@ CHEATS = {
         WRITES + "import threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(0.1), claim(), os._exit(0))).start()\nadd = None", EQUAL),
     "claims in a fork": (WRITES + "if os.fork() == 0:\n    claim()\n    os._exit(0)\nadd = None", EQUAL),
-    "claims a lot": ("import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'\\xff' * 10 ** 5)\n"
+    "claims at length": ("import os\nfor fd in range(3, 30):\n    try: os.write(fd, b'\\xff' * 10 ** 5)\n"
                      "    except OSError: pass", EQUAL),
     "prints": ("print('passed')\nimport os; os._exit(0)", EQUAL),
     "speaks": (SPEAKS + "speak()\nos._exit(0)", NEAR),
@@ -166,7 +166,7 @@ CHEATS = {
 def test_cheating_programs_fail(name):
     program, tests = CHEATS[name]
     start = time.monotonic()
-    assert passed(program, tests) < 1
+    assert score(program, tests) < 1
     assert time.monotonic() - start < 10
 
 
@@ -182,47 +182,47 @@ for path in ["/proc/self/cmdline", "/proc/self/environ", *glob.glob("/proc/{pid}
 """
 
 
-def test_the_right_output_is_nowhere_to_be_found(tmp_path, monkeypatch):
+def test_a_program_cannot_find_the_expected_output(tmp_path, monkeypatch):
     monkeypatch.setattr(code_tests.tempfile, "tempdir", str(tmp_path))
     right = f"right-{secrets.token_hex(16)}"
-    assert passed(SEARCHES.format(pid=os.getpid()), {"inputs": ["a"], "outputs": [right]}) == 0
+    assert score(SEARCHES.format(pid=os.getpid()), {"inputs": ["a"], "outputs": [right]}) == 0
 
 
 @needs_landlock
-def test_a_program_reads_no_memory_of_the_process_that_judges():
-    assert passed(f"open('/proc/{os.getpid()}/mem', 'rb')\nprint('read')", {"inputs": [""], "outputs": ["read"]}) == 0
+def test_a_program_cannot_read_the_memory_of_the_judge():
+    assert score(f"open('/proc/{os.getpid()}/mem', 'rb')\nprint('read')", {"inputs": [""], "outputs": ["read"]}) == 0
 
 
 @needs_landlock
-def test_a_program_writes_nothing_that_another_one_sees(tmp_path, monkeypatch):
+def test_a_program_cannot_write_outside_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for path in (tmp_path / "kept", "/dev/shm/lmmods-test-kept"):
-        assert passed(f"open({str(path)!r}, 'w').write('a')", ["assert True"]) == 0
+        assert score(f"open({str(path)!r}, 'w').write('a')", ["assert True"]) == 0
         assert not os.path.exists(path)
-    own = "import os, tempfile\nfile = tempfile.NamedTemporaryFile('w')\nfile.write('a')\nopen('own', 'w').close()"
-    assert passed(own, ["assert os.path.dirname(file.name) == os.getcwd()", "open(os.devnull, 'w').write('a')"]) == 1
+    program = "import os, tempfile\nfile = tempfile.NamedTemporaryFile('w')\nfile.write('a')\nopen('own', 'w').close()"
+    assert score(program, ["assert os.path.dirname(file.name) == os.getcwd()", "open(os.devnull, 'w').write('a')"]) == 1
 
 
 @pytest.mark.parametrize("program", [
     "import os\nfor _ in range(1100):\n    os.mkdir('a')\n    os.chdir('a')", "open('a', 'w').close()"])
-def test_nothing_is_left_of_a_program(tmp_path, monkeypatch, program):
+def test_the_files_of_a_program_are_deleted(tmp_path, monkeypatch, program):
     monkeypatch.setattr(code_tests.tempfile, "tempdir", str(tmp_path))
     try:
-        assert passed(program, ["assert False"]) == 0
+        assert score(program, ["assert False"]) == 0
         assert not list(tmp_path.iterdir())
-    finally:  # pytest cannot remove what is nested so deeply
+    finally:  # pytest cannot remove such deep folders
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
-def test_a_program_that_never_stops_sending_has_its_time():
+def test_a_program_that_sends_forever_is_stopped_in_time():
     start = time.monotonic()
-    assert passed("", "while True:\n    assert 1 == 1", 0.5) == 0
+    assert score("", "while True:\n    assert 1 == 1", 0.5) == 0
     assert time.monotonic() - start < 5
 
 
 @needs_isolation
-def test_a_program_cannot_end_the_process_that_judges():
-    assert passed("import os, signal; os.kill(-1, signal.SIGKILL); os.kill(os.getppid(), 9)", ["assert False"]) == 0
+def test_a_program_cannot_kill_the_judge():
+    assert score("import os, signal; os.kill(-1, signal.SIGKILL); os.kill(os.getppid(), 9)", ["assert False"]) == 0
 
 
 # Honest programs ------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_programs_pass(name):
     program, tests = HONEST[name]
-    assert [passed(program, test) for test in tests] == [1] * len(tests)
+    assert [score(program, test) for test in tests] == [1] * len(tests)
 
 
 @pytest.mark.parametrize("test", [
@@ -277,10 +277,10 @@ def test_honest_programs_pass(name):
     "with open('/dev/null'):\n    assert f(1) == 2", "assert f([1]) == (1,)", "assert f(float('nan')) == 1.0"])
 def test_wrong_programs_fail(test):
     program = "one = []\ndef f(x): return one if x == [] else x"
-    assert passed(program, test) == 0
+    assert score(program, test) == 0
 
 
-def test_the_judge_alone_knows_the_literals():
+def test_literals_of_tests_stay_with_the_judge():
     code, comparisons = compile_test("assert f(1) == 'secret' and g(2) > 12345\nassert h() in 'word'")
     assert not any(literal in code for literal in (b"secret", (12345).to_bytes(4, "little"), b"word"))
     assert [comparison.literal for comparison in comparisons] == ["secret", 12345, "word"]
@@ -292,6 +292,6 @@ def test_the_judge_alone_knows_the_literals():
     ("# nothing", "only defines"), ("x = 1\nassert x ==", "a test is not Python code: line 2: invalid syntax"),
     ("print 1", "a test is not Python code: line 1: Missing parentheses"), ("a\0", "null bytes"),
     ("assert " + "(" * 1000 + ")" * 1000, "too")])
-def test_tests_that_test_nothing(test, message):
+def test_tests_without_an_assertion_are_rejected(test, message):
     with pytest.raises(Unscorable, match=f"column tests: .*{message}"):
         reward("x = 1", test, name="code")

@@ -16,14 +16,14 @@ from tests.rollouts.test_reward_processes import all_end
 PATH = "tests.rollouts.hostile_environments"
 
 
-def environments(name: str = "Counter", timeout: float = 20.0, count: int = 2) -> Environments:
+def start_environments(name: str = "Counter", timeout: float = 20.0, count: int = 2) -> Environments:
     with trusting(True):
         return Environments(f"{PATH}.{name}", timeout, count)
 
 
 @pytest.fixture(scope="module")
 def counters():
-    with environments() as started:
+    with start_environments() as started:
         yield started
 
 
@@ -45,15 +45,15 @@ def misbehave(counters: Environments, how: str) -> tuple[Reply, Reply | None]:
 
 @pytest.mark.slow  # transformers imports torch for the schemas
 @pytest.mark.parametrize("name", ["Counter", "factory"])
-def test_methods_are_tools(name):
-    with environments(name) as started:
+def test_the_public_methods_of_an_environment_are_tools(name):
+    with start_environments(name) as started:
         facts = started.read_facts()
     counter = hostile.Counter()
     assert facts == Facts([get_json_schema(tool) for tool in (counter.add, counter.later, counter.misbehave)], True)
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page(tmp_path, monkeypatch):
+def test_the_documented_environment_runs(tmp_path, monkeypatch):
     code = (Path(__file__).parents[2] / "docs/environments.md").read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "warehouse.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -71,15 +71,15 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     ("NoReset", "TypeError: NoReset has no method reset"),
     ("Untyped", "TypeError: add cannot be a tool: Argument number is missing a type hint in function add"),
     ("broken_factory", "OSError: no display")])
-def test_what_is_not_an_environment_is_rejected(name, message):
-    with environments(name) as started, pytest.raises(UserError) as caught:
+def test_a_class_that_is_not_an_environment_is_rejected(name, message):
+    with start_environments(name) as started, pytest.raises(UserError) as error:
         started.read_facts()
-    assert str(caught.value) == f"model.environment: {PATH}.{name}: {message}"
+    assert str(error.value) == f"model.environment: {PATH}.{name}: {message}"
 
 
 @pytest.mark.slow
 def test_an_environment_may_have_neither_tools_nor_a_reward():
-    with environments("Silent") as started:
+    with start_environments("Silent") as started:
         assert started.read_facts() == Facts([], False)
 
 
@@ -88,9 +88,9 @@ def test_an_environment_may_have_neither_tools_nor_a_reward():
     (f"{PATH}.Missing", f"cannot be imported: ImportError: {PATH} has no Missing"),
     (f"{PATH}.NUMBER", "cannot be imported: TypeError: it is not a class or function, but int")])
 def test_a_wrong_path_is_rejected(path, message):
-    with trusting(True), pytest.raises(UserError) as caught:
+    with trusting(True), pytest.raises(UserError) as error:
         Environments(path, 1.0, 1)
-    assert str(caught.value) == f"model.environment: {path} {message}"
+    assert str(error.value) == f"model.environment: {path} {message}"
 
 
 def test_an_environment_must_be_trusted():
@@ -102,11 +102,11 @@ def test_calls_of_an_environment_share_its_state(counters):
     assert send(counters, ("reset", {"target": 7, "other": 1}), ("add", {"number": 3}),
                 ("later", {"number": 2, "times": [1, 1]}), ("get_reward", {})) == [
         Reply(), Reply("3"), Reply('{"total": 7, "ä": null}'), Reply(1.0)]
-    # and with no other
+    # and not with another one
     assert send(counters, ("add", {"number": 1}), ("get_reward", {})) == [Reply("1"), Reply(0.0)]
 
 
-def test_all_start_in_the_same_state(counters):
+def test_all_environments_start_in_the_same_state(counters):
     replies = counters.ask({index: [Request("reset", {"hint": "random"})] for index in range(3)})
     pids = counters.pids
     for index in range(3):
@@ -117,18 +117,18 @@ def test_all_start_in_the_same_state(counters):
 
 @pytest.mark.parametrize(("how", "error"), [
     ("leaves", "SystemExit: gone"), ("raises", "ValueError: no"), ("eats", "took more than 4 GiB of memory")])
-def test_an_exception_is_reported(counters, how, error):
+def test_an_exception_in_a_tool_is_reported(counters, how, error):
     assert misbehave(counters, how) == (Reply(error=error), Reply("2"))
 
 
 @pytest.mark.parametrize(("how", "error"), [
     ("exits", "ended its process with status 3"), ("kills", "ended its process by signal 9 (Killed)")])
-def test_a_crash_ends_the_environment_alone(counters, how, error):
+def test_a_crash_ends_only_its_environment(counters, how, error):
     assert misbehave(counters, how) == (Reply(error=error, has_ended=True), None)
 
 
-def test_a_call_that_hangs_ends_its_environment_alone():
-    with environments(timeout=0.5) as counters:
+def test_a_call_that_hangs_ends_only_its_environment():
+    with start_environments(timeout=0.5) as counters:
         counters.ask({index: [Request("add", {"number": 0})] for index in (0, 1)})
         start = time.monotonic()
         assert misbehave(counters, "sleeps") == (Reply(error="took longer than 0.5 s", has_ended=True), None)
@@ -139,23 +139,23 @@ def test_a_call_that_hangs_ends_its_environment_alone():
 
 
 @pytest.mark.parametrize(("how", "value"), [("half", "a?b"), ("object", "{1, 2}"), ("forks", "two"), ("x", "x")])
-def test_results_become_text(counters, how, value):
+def test_tool_results_become_text(counters, how, value):
     assert misbehave(counters, how) == (Reply(value), Reply("2"))
 
 
-def test_a_flood_is_truncated(counters):
+def test_a_very_long_result_is_truncated(counters):
     flood = "flood " * 100_000
     assert misbehave(counters, "floods")[0] == Reply(flood[:MAX_CHARACTERS], num_left_out=len(flood) - MAX_CHARACTERS)
 
 
-def test_what_a_tool_starts_ends_with_its_environment(counters):
-    started = int(misbehave(counters, "starts")[0].value)
-    assert all_end([started])
+def test_processes_of_a_tool_end_with_its_environment(counters):
+    pid = int(misbehave(counters, "starts")[0].value)
+    assert all_end([pid])
 
 
 @pytest.mark.parametrize(("total", "reply"), [
     (666, Reply(error="returned nan")), (667, Reply(error="RuntimeError: no reward")), (668, Reply())])
-def test_rewards_that_are_missing(counters, total, reply):
+def test_an_environment_without_a_valid_reward_gives_a_reason(counters, total, reply):
     assert send(counters, ("add", {"number": total}), ("get_reward", {}))[1] == reply
 
 
@@ -166,16 +166,16 @@ def test_wrong_arguments_are_reported(counters):
     assert send(counters, ("reset", {"hint": 3}))[0].error == "reset returned int, but must return a string or None"
 
 
-def test_many_share_few_calls_at_once():
-    with environments(count=3) as counters:
+def test_many_environments_share_a_few_processes():
+    with start_environments(count=3) as counters:
         replies = counters.ask({index: [Request("add", {"number": index})] * 2 for index in range(40)})
         assert replies == {index: [Reply(f"{index}"), Reply(f"{2 * index}")] for index in range(40)}
         pids = counters.pids
     assert len(pids) == 41 and all_end(pids)
 
 
-def test_none_is_left_when_the_trainer_is_interrupted(monkeypatch):
-    with environments(count=1) as counters:
+def test_no_environment_survives_an_interrupted_trainer(monkeypatch):
+    with start_environments(count=1) as counters:
         monkeypatch.setattr("lmmods.rollouts.environments.wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             counters.ask({0: [Request("misbehave", {"how": "sleeps"})], 1: []})
@@ -183,8 +183,8 @@ def test_none_is_left_when_the_trainer_is_interrupted(monkeypatch):
         assert send(counters, ("add", {"number": 1})) == [Reply("1")]  # from a new process
 
 
-def test_the_end_of_the_first_process_is_reported():
-    with environments() as counters:
+def test_the_end_of_the_template_process_is_reported():
+    with start_environments() as counters:
         os.kill(counters.pids[0], 9)
         with pytest.raises(UserError, match=r"ended its process by signal 9 \(Killed\), so no environment can start"):
             counters.ask({0: [Request("add", {"number": 1})]})

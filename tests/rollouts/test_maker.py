@@ -22,7 +22,7 @@ END = 2
 
 
 class Policy:
-    """Answers `a` or `b`, as a prompt's first uniform number says."""
+    """Answers `a` or `b`, depending on a prompt's first uniform number."""
 
     rank, num_ranks = 0, 1
     ends = True
@@ -33,11 +33,11 @@ class Policy:
 
     def draw(self, prompts, uniforms, temperature, max_new_tokens, ends):
         self.requests.append(len(prompts))
-        chosen = np.zeros(len(prompts), int) if uniforms is None else (uniforms[:, 0] > 0.5).astype(int)
+        letter_indices = np.zeros(len(prompts), int) if uniforms is None else (uniforms[:, 0] > 0.5).astype(int)
         # The second letter is truncated before its end token.
         return [SampledAnswer(np.array([self.letters[letter], END][: 2 - letter], np.int32),
                               np.full(2 - letter, -0.5, np.float32), np.full(2 - letter, 0.25, np.float32),
-                              bool(letter == 0) and self.ends) for letter in chosen]
+                              bool(letter == 0) and self.ends) for letter in letter_indices]
 
     def logps(self, rows, temperature, reference=False):
         return [np.where(row.labels != IGNORED, -1.0 if reference else -0.75, 0).astype(np.float32) for row in rows]
@@ -48,7 +48,7 @@ class Policy:
 
 @pytest.fixture
 def make_setup(llama_folder, tmp_path):
-    """Return a function that makes a maker, with its task, data, folder and a list of the metrics that it reports."""
+    """Return a function that makes a rollout maker with its task, data, folder and reported metrics."""
     def make(rows=8, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps({"instruction": f"Say {n}.", "input": "", "output": "a"}) + "\n"
@@ -78,17 +78,17 @@ def start_rollout(setup, row=0, name=None):
     return setup.maker.begin(setup.plan.find(0, row), name)
 
 
-def test_a_rollout_is_the_same_from_its_file(make_setup):
+def test_a_rollout_read_from_its_file_is_the_same(make_setup):
     setup = make_setup(num_iterations=2, beta=0.1, reference="copy")
     name, items = start_rollout(setup)
     assert name == "step=0"
-    again, read = start_rollout(setup, row=4, name=name)
-    assert again == name and len(items) == len(read) == 8
-    for item, other in zip(items, read, strict=True):
-        assert item.keys() == other.keys() == {"input_ids", "labels", "advantages", "idle_weight", "row", "old_logps",
-                                               "reference_logps"}
+    name_of_file, items_of_file = start_rollout(setup, row=4, name=name)
+    assert name_of_file == name and len(items) == len(items_of_file) == 8
+    for item, loaded in zip(items, items_of_file, strict=True):
+        assert item.keys() == loaded.keys() == {"input_ids", "labels", "advantages", "idle_weight", "row", "old_logps",
+                                                "reference_logps"}
         for key, value in item.items():
-            np.testing.assert_array_equal(value, other[key])
+            np.testing.assert_array_equal(value, loaded[key])
     # The same answers and rewards give the same bytes.
     path = setup.folder.rollouts / "step=0.safetensors"
     before = path.read_bytes()
@@ -96,7 +96,7 @@ def test_a_rollout_is_the_same_from_its_file(make_setup):
     assert path.read_bytes() == before
 
 
-def test_rows_of_answers(make_setup):
+def test_answers_become_rows_with_advantages_and_labels(make_setup):
     setup = make_setup(num_iterations=2)
     _, items = start_rollout(setup)
     rollout = read_rollout(setup.folder.rollouts, "step=0")
@@ -107,9 +107,9 @@ def test_rows_of_answers(make_setup):
             expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4)
             np.testing.assert_allclose(group.advantages, expected, rtol=1e-6)
     groups = {group.prompt_index: group for group in rollout.groups}
-    moved = [item for item in items if item["advantages"]]
-    assert moved and len(moved) < len(items)
-    for item in moved:
+    trained = [item for item in items if item["advantages"]]
+    assert trained and len(trained) < len(items)
+    for item in trained:
         group, sample = groups[item["row"] // 4], item["row"] % 4
         answer = group.answers[sample]
         ids = [*group.ids, *answer.tokens]
@@ -117,12 +117,12 @@ def test_rows_of_answers(make_setup):
         assert item["labels"].tolist() == [IGNORED] * len(group.ids) + answer.tokens.tolist()
         assert item["old_logps"].tolist() == [0] * len(group.ids) + [-0.75] * len(answer.tokens)
     for item in items:
-        if not item["advantages"]:  # has a weight, but is not computed
+        if not item["advantages"]:  # counts in the loss weight, but is not computed
             answer = groups[item["row"] // 4].answers[item["row"] % 4]
             assert len(item["input_ids"]) == 1 and item["idle_weight"] == len(answer.tokens)
 
 
-def test_truncated_answers_may_be_masked(make_setup):
+def test_mask_truncated_removes_truncated_answers_from_the_loss(make_setup):
     setup = make_setup(mask_truncated=True)
     _, items = start_rollout(setup)
     rollout = read_rollout(setup.folder.rollouts, "step=0")
@@ -155,12 +155,12 @@ def test_missing_rewards_are_stored_with_their_reason(make_setup, capsys):
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("nothing", "nothing returned None for every answer"), ("fails", r"fails: .*no network.* \(8 answers\)")])
-def test_a_function_without_any_value_stops_the_run(make_setup, name, reason):
+def test_a_reward_function_without_any_value_stops_the_run(make_setup, name, reason):
     with trusting(True), pytest.raises(UserError, match=reason):
         start_rollout(make_setup(rewards=[{"function": f"tests.rollouts.valueless_rewards.{name}"}]))
 
 
-def test_equal_rewards_are_reported_once(make_setup, capsys):
+def test_a_rollout_without_a_training_signal_is_reported_once(make_setup, capsys):
     setup = make_setup(rewards=[{"name": "regex", "pattern": ""}])
     for step in (0, 1):
         setup.state.step = step
@@ -170,7 +170,7 @@ def test_equal_rewards_are_reported_once(make_setup, capsys):
                                          "prompt have the same reward;") == 1
     start_rollout(make_setup())
     assert "Nothing is learned" not in capsys.readouterr().out
-    # With a divergence there is something to learn; where only answers with an end count, there may be nothing.
+    # A divergence gives a gradient; with mask_truncated there may be none.
     start_rollout(make_setup(rewards=[{"name": "regex", "pattern": ""}], beta=0.1, reference="copy"))
     assert "Nothing is learned" not in capsys.readouterr().out
     setup = make_setup(mask_truncated=True)
@@ -191,7 +191,7 @@ def test_answers_differ_between_steps_prompts_and_samples(make_setup):
     assert first.tolist() != second.tolist() and len(set(first.tolist())) == 3
 
 
-def test_prompts_without_spread_are_replaced_by_a_rule(make_setup):
+def test_dynamic_sampling_replaces_prompts_without_spread(make_setup):
     setup = make_setup(rows=32, dynamic_sampling=3)
     _, items = start_rollout(setup)
     rollout = read_rollout(setup.folder.rollouts, "step=0")
@@ -213,7 +213,7 @@ def test_prompts_without_spread_are_replaced_by_a_rule(make_setup):
     assert start_rollout(setup, row=1, name=f"step={step}")[1][0].keys() == items[0].keys()
 
 
-def test_metrics_of_a_rollout(make_setup):
+def test_a_rollout_reports_its_metrics(make_setup):
     setup = make_setup()
     start_rollout(setup)
     answers = [answer for group in read_rollout(setup.folder.rollouts, "step=0").groups for answer in group.answers]
@@ -226,13 +226,13 @@ def test_metrics_of_a_rollout(make_setup):
     assert set(values) >= {f"train/seconds/{name}" for name in ("drawing", "rewards", "scoring", "all")}
 
 
-def test_the_gap_of_a_sampler_is_measured(make_setup):
+def test_the_sampler_gap_is_reported(make_setup):
     setup = make_setup(num_iterations=2)
     start_rollout(setup)
     assert setup.reports[0]["train/sampler_gap"] == pytest.approx(0.25)
 
 
-def test_an_evaluation_passes_where_one_answer_is_right(make_setup):
+def test_an_evaluation_reports_pass_at_k(make_setup):
     setup = make_setup(rows=12, num_generations_eval=4)
     first, files = setup.maker.evaluate("val", [0, 1])
     assert first["reward"] == first["pass@1"] == 1.0 and first["answer_length"] == 2 and files == {}
@@ -252,8 +252,8 @@ def test_old_rollouts_are_deleted_unless_a_checkpoint_needs_them(make_setup):
             folder = setup.folder.checkpoint("step=5")
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text("{}")
-    left = sorted(path.stem for path in setup.folder.rollouts.glob("*.safetensors"))
-    assert left == (["step=4", "step=6", "step=8"] if setup.folder.names() else ["step=6", "step=8"])
+    remaining = sorted(path.stem for path in setup.folder.rollouts.glob("*.safetensors"))
+    assert remaining == (["step=4", "step=6", "step=8"] if setup.folder.names() else ["step=6", "step=8"])
 
 
 def test_damaged_and_missing_rollouts_are_named(make_setup):
@@ -279,17 +279,17 @@ def test_a_rollout_of_other_prompts_is_rejected(make_setup):
     ({}, ()), ({"num_iterations": 2}, ("old_logps",)), ({"steps_per_rollout": 2}, ("old_logps",)),
     ({"beta": 0.1}, ("reference_logps",)),
     ({"rollouts": {"class_path": "VLLMServer"}, "importance_sampling_cap": 2.0}, ("old_logps", "sampler_weights"))])
-def test_columns_that_a_loss_needs(llama_folder, settings, expected):
+def test_the_loss_settings_decide_the_token_columns(llama_folder, settings, expected):
     assert token_columns(GRPOFields(pretrained=str(llama_folder), rewards=[{"name": "exact_match"}],
                                     **settings)) == expected
 
 
 def test_steps_that_split_prompts_are_rejected(llama_folder):
-    def task(**settings):
+    def make_task(**settings):
         return GRPOFields(pretrained=str(llama_folder), rewards=[{"name": "exact_match"}], **settings)
 
     with pytest.raises(UserError, match="has 12 answers .* not a multiple of model.num_generations 8"):
-        make_plan_function(task(), True, 0)(10, 12)
+        make_plan_function(make_task(), True, 0)(10, 12)
     with pytest.raises(UserError, match="prompts_per_step 4 .* is 32 answers per step, but .* is 16"):
-        make_plan_function(task(prompts_per_step=4), True, 0)(10, 16)
-    assert make_plan_function(task(prompts_per_step=2), True, 0)(10, 16).rows_per_step == 16
+        make_plan_function(make_task(prompts_per_step=4), True, 0)(10, 16)
+    assert make_plan_function(make_task(prompts_per_step=2), True, 0)(10, 16).rows_per_step == 16

@@ -38,7 +38,7 @@ def all_end(pids: list[int], seconds: float = 5) -> bool:
 
 @pytest.fixture
 def noted(tmp_path, monkeypatch):
-    """Return a function that lists the processes that rewards have noted; all of them must end."""
+    """Return a function that lists the processes recorded by rewards; all of them must end."""
     file = tmp_path / "pids"
     monkeypatch.setenv("HOSTILE_PIDS", str(file))
     monkeypatch.setenv("HOSTILE_HOME", os.getcwd())
@@ -80,7 +80,7 @@ def score(rewards: Rewards, *texts: str) -> tuple[list[float | None], list[str |
     ("closes", "ended its process with status 1"),
     ("forks-and-exits", "ended its process with status 4"),
 ])
-def test_only_the_bad_answer_is_missing(rewards_of, word, reason):
+def test_only_the_bad_answer_gets_no_reward(rewards_of, word, reason):
     rewards = rewards_of("length")
     assert score(rewards, "a", word, "four") == ([1, None, 4], [None, reason, None])
     assert score(rewards, "five!", "a") == ([5, 1], [None, None])
@@ -89,7 +89,7 @@ def test_only_the_bad_answer_is_missing(rewards_of, word, reason):
 @pytest.mark.parametrize(("word", "reason"), [
     ("sleeps", "took longer than 1 s"), ("matches", "took longer than 1 s"),
     ("closes-and-sleeps", "closed the connection to the trainer")])
-def test_what_hangs_is_killed(rewards_of, word, reason):
+def test_a_reward_that_hangs_is_killed(rewards_of, word, reason):
     rewards = rewards_of("length", timeout=1)
     start = time.monotonic()
     assert score(rewards, word) == ([None], [reason])
@@ -98,14 +98,14 @@ def test_what_hangs_is_killed(rewards_of, word, reason):
 
 
 @pytest.mark.slow
-def test_a_call_with_many_answers_has_the_time_of_all(rewards_of):
+def test_the_time_limit_grows_with_the_number_of_answers(rewards_of):
     rewards = rewards_of("length", timeout=1)
     start = time.monotonic()
     assert score(rewards, "a", "sleeps", "four") == ([1, None, 4], [None, "took longer than 1 s", None])
     assert time.monotonic() - start > 3
 
 
-def test_values_that_are_no_rewards(rewards_of):
+def test_values_that_are_not_numbers_are_no_rewards(rewards_of):
     values, reasons = score(rewards_of("values"), "nan", "inf", "none", "text", "huge", "list", "true", "negative", "")
     assert values == [None, None, None, None, None, None, 1, -2, 1]
     assert reasons == ["returned nan", "returned inf", None, "returned '1.0', which is not a number", "returned 1e+300",
@@ -115,30 +115,30 @@ def test_values_that_are_no_rewards(rewards_of):
 @pytest.mark.parametrize(("name", "reason"), [
     ("too_few", "ValueError: it returned 1 values for 2 answers"),
     ("a_number", "TypeError: it returned float, but must return a list of numbers")])
-def test_a_function_that_returns_something_else(rewards_of, name, reason):
+def test_a_function_that_returns_the_wrong_type_gives_a_reason(rewards_of, name, reason):
     values, reasons = score(rewards_of(name), "a", "b")
-    # Alone, each answer has its value from the first one.
+    # When scored alone, each answer gets the single value.
     assert (values, reasons) == ([1, 1], [None, None]) if name == "too_few" else ([None, None], [reason, reason])
 
 
-def test_what_is_printed_is_no_result(rewards_of, capfd):
+def test_output_printed_by_a_reward_is_not_its_result(rewards_of, capfd):
     assert score(rewards_of("prints"), "a", "b") == ([1, 1], [None, None])
     out, err = capfd.readouterr()
     assert out == "" and "written by a reward" in err
 
 
-def test_each_call_begins_in_the_same_folder(rewards_of):
+def test_each_call_starts_in_the_same_folder(rewards_of):
     rewards = rewards_of("moves")
     assert score(rewards, "a") == score(rewards, "a") == ([1], [None])
 
 
-def test_a_fork_that_returns_ends(rewards_of, noted, capfd):
+def test_a_forked_child_that_returns_is_ended(rewards_of, noted, capfd):
     rewards = rewards_of("returns_twice")
     assert score(rewards, "a", "two") == score(rewards, "a", "two") == ([1, 3], [None, None])
     assert len(noted()) == 2 and all_end(noted()) and not capfd.readouterr().err
 
 
-def test_what_a_function_starts_ends_with_its_process(rewards_of, noted):
+def test_child_processes_of_a_reward_end_with_it(rewards_of, noted):
     rewards = rewards_of("starts_others")
     assert score(rewards, "a") == ([1], [None])
     assert len(noted()) == 2 and all(map(is_alive, noted()))
@@ -154,13 +154,13 @@ def test_a_process_that_ends_between_calls_is_replaced(rewards_of):
         assert all_end([pid])
 
 
-def test_a_function_has_all_answers_in_one_call_and_one_process(rewards_of):
+def test_a_function_gets_all_answers_in_one_call(rewards_of):
     rewards = rewards_of("counts")
     assert score(rewards, "a", "b") == ([1, 1], [None, None])
     assert score(rewards, "a", "raises") == ([3, 4], [None, None])  # the second call failed
 
 
-def test_columns_and_conversations(rewards_of):
+def test_a_function_gets_columns_and_conversations(rewards_of):
     rewards = rewards_of("arguments", "only_named", "later")
     values, reasons = rewards.score([
         RewardInput("p", "one", [1, 2], {"answer": "a", "prompt": "x", "completion": "y"}, None, True),
@@ -175,7 +175,7 @@ def test_sets_have_the_same_order_in_each_process(rewards_of, monkeypatch):
     assert score(rewards_of("order_in_sets"), text) == ([1], [None])
 
 
-def test_functions_need_trust(noted):
+def test_reward_functions_need_trust(noted):
     with pytest.raises(ForeignCode, match=r"model.rewards\[0\].function: .*--trust_recipe_code true"):
         Rewards(read_rewards([{"function": f"{HOSTILE}.length"}]), 1, 1)
 
@@ -185,15 +185,15 @@ def test_functions_need_trust(noted):
     ("tests.rollouts.no_such.length", "ModuleNotFoundError: No module named"),
     (f"{HOSTILE}.not_callable", "TypeError: .* is not a function, but int"),
 ])
-def test_functions_are_imported_at_the_start(path, message):
+def test_a_wrong_function_path_is_rejected_at_the_start(path, message):
     with trusting(True), pytest.raises(UserError, match=message):
         Rewards(read_rewards([{"function": path}]), 1, 1)
 
 
-def test_a_regular_expression_that_hangs_costs_its_answer_only(capsys):
-    """The answer gets the lowest score: without one, hanging would be better than being wrong."""
+def test_a_regular_expression_that_hangs_affects_only_its_answer(capsys):
+    """The answer gets the lowest score; with a missing one, hanging would be better than a wrong answer."""
     rewards = read_rewards([{"name": "regex", "pattern": "^(a+)+$"}, {"name": "exact_match", "column": "right"}])
-    texts = ["aa", "b"] * 10  # more than a process gets at once
+    texts = ["aa", "b"] * 10  # more than one process scores at once
     texts[5] = "a" * 60 + "b"
     answers = [RewardInput("p", text, [], {"right": "b"}, None, True) for text in texts]
     with Rewards(rewards, 0.5, 2) as scorer:
@@ -206,19 +206,19 @@ def test_a_regular_expression_that_hangs_costs_its_answer_only(capsys):
     assert reasons == [{}] * 5 + [{"regex": "took longer than 0.5 s"}] + [{}] * 14 and all_end(pids)
 
 
-def test_an_interrupted_call_leaves_nothing_for_the_next(rewards_of):
+def test_an_interrupted_call_does_not_affect_the_next(rewards_of):
     rewards = rewards_of("length")
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    original_handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
             rewards.score(make_inputs("sleeps", "a"))
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, original_handler)
     start = time.monotonic()
     assert score(rewards, "three", "a") == ([5, 1], [None, None])
     assert time.monotonic() - start < 15  # less than the timeout of the first call
@@ -242,7 +242,7 @@ rewards.score(rows)
 """
 
 
-def test_processes_end_with_a_parent_that_is_killed(noted):
+def test_reward_processes_end_with_a_killed_parent(noted):
     """Even while a regular expression holds the interpreter's lock, and with a program under test."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pids = list(map(int, parent.stdout.readline().split()))

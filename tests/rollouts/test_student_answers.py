@@ -1,4 +1,4 @@
-"""On-policy answers: processes sample a part each, and stand-ins replace them where nothing trains."""
+"""On-policy answers: each process samples a part of them, and stand-ins replace them without training."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ UNIFORMS = np.random.default_rng(0).random((5, 4), np.float32)
 
 
 class Sampler:
-    """Repeats a prompt's last token as often as its first random number says; `gathered` has all ranks' answers."""
+    """Repeats a prompt's last token, depending on its first uniform number; `gathered` has all ranks' answers."""
 
     num_ranks = 2
 
@@ -33,12 +33,12 @@ class Sampler:
         return self.gathered
 
 
-def task_of(**teacher):
+def make_task(**teacher):
     return SFTFields(pretrained="demo/llama", teacher=Teacher("demo/llama", **teacher))
 
 
-def test_processes_share_the_answers():
-    task, gathered = task_of(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
+def test_each_process_samples_a_part_of_the_answers():
+    task, gathered = make_task(on_policy=0.5, max_new_tokens=4, sampling_temperature=0.7), {}
     samplers = [Sampler(rank, gathered) for rank in (0, 1)]
     first, second = (make_on_policy(task, DATA, lambda sampler=sampler: sampler) for sampler in samplers)
     assert first[:4] == (0.5, 4, 50, 7)
@@ -49,17 +49,17 @@ def test_processes_share_the_answers():
     assert [sampler.request for sampler in samplers] == [(3, 0.7, 4, [2]), (2, 0.7, 4, [2])]
 
 
-def test_without_training_prompts_stand_in():
-    draw = make_on_policy(task_of(on_policy=1.0), DATA).draw
+def test_prompt_tokens_replace_answers_without_training():
+    draw = make_on_policy(make_task(on_policy=1.0), DATA).draw
     assert [answer.tolist() for answer in draw(PROMPTS[:2], UNIFORMS[:2])] == [[1, 2, 1, 2], [1, 2, 3, 4]]
-    assert make_on_policy(task_of(), DATA) is None
+    assert make_on_policy(make_task(), DATA) is None
 
 
-def test_the_description_of_a_run():
-    task = task_of(on_policy=0.25, max_new_tokens=9)
-    assert task.sampling_load(10, 4) == (3, 4, 1, 9) and task_of().sampling_load(10, 4) is None
+def test_a_run_is_described_with_its_sampled_rows():
+    task = make_task(on_policy=0.25, max_new_tokens=9)
+    assert task.sampling_load(10, 4) == (3, 4, 1, 9) and make_task().sampling_load(10, 4) is None
     [line] = task.describe_training(10, None)
     assert "25% of the rows" in line and "2.5 of 10, with at most 9 tokens" in line
-    assert task_of().describe_training(10, None) == []
+    assert make_task().describe_training(10, None) == []
     tags, words = SFTFields.method({"teacher": {"pretrained": "big", "on_policy": 0.25}})
     assert tags == ["distillation"] and "on 25% of the rows with its own answers" in words

@@ -1,4 +1,4 @@
-"""Answers from vLLM, against a server that speaks the part of its HTTP interface that is used."""
+"""Answers from vLLM, tested with a stand-in for the part of its HTTP interface that is used."""
 
 import json
 import threading
@@ -18,14 +18,14 @@ END = 1
 ENDS = [END, 9]
 
 
-def answer_to(body: dict) -> list[int]:
+def make_answer(body: dict) -> list[int]:
     """Return three tokens, or `max_tokens`, that encode the prompt, the seed and the weights."""
-    number = 10 + sum(body["prompt"]) + 100 * body["seed"] + 1000 * ("step=" in body["model"])
-    return [number, number + 1, END][: body["max_tokens"]]
+    code = 10 + sum(body["prompt"]) + 100 * body["seed"] + 1000 * ("step=" in body["model"])
+    return [code, code + 1, END][: body["max_tokens"]]
 
 
 class StandIn(ThreadingHTTPServer):
-    """Stands in for a vLLM server.
+    """A stand-in for a vLLM server.
 
     Attributes:
         change: Called with a path and its reply, which it may change. It may return a status or another reply.
@@ -62,7 +62,7 @@ class StandIn(ThreadingHTTPServer):
         if body["model"] not in ("demo", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}
         assert body["ignore_eos"] and body["top_p"] == 1 and body["top_k"] == 0 and body["repetition_penalty"] == 1
-        tokens = answer_to(body)
+        tokens = make_answer(body)
         logprobs = {"token_logprobs": [-0.5 * (n + 1) for n in range(len(tokens))], "tokens": ["?"] * len(tokens)}
         if body["logprobs"]:
             flat = body["temperature"] if self.is_processed else 1.0
@@ -122,7 +122,7 @@ def served(monkeypatch):
     server.server_close()
 
 
-def client_of(served: StandIn, **settings) -> VLLMServer:
+def make_client(served: StandIn, **settings) -> VLLMServer:
     return VLLMServer(served.url, "demo", **settings)
 
 
@@ -130,11 +130,11 @@ def draw(client: RolloutServer, count: int = 2, max_new_tokens: int = 5, tempera
     return client.draw([[3, 4 + n] for n in range(count)], list(range(count)), temperature, max_new_tokens, ENDS)
 
 
-def test_ids_go_out_and_ids_and_log_probabilities_come_back(served):
-    answers = draw(client_of(served), 3)
+def test_a_server_gets_ids_and_returns_ids_and_log_probabilities(served):
+    answers = draw(make_client(served), 3)
     for n, answer in enumerate(answers):
-        number = 17 + 101 * n
-        np.testing.assert_array_equal(answer.tokens, [number, number + 1, END])
+        code = 17 + 101 * n
+        np.testing.assert_array_equal(answer.tokens, [code, code + 1, END])
         np.testing.assert_array_equal(answer.logps, np.float32([-0.5, -1.0, -1.5]))
         assert answer.tokens.dtype == np.int32 and answer.logps.dtype == answer.entropies.dtype == np.float32
         assert answer.ended and np.isnan(answer.entropies).all() and len(answer.entropies) == 3
@@ -146,30 +146,31 @@ def test_ids_go_out_and_ids_and_log_probabilities_come_back(served):
                         "stop_token_ids": ENDS, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def test_a_truncated_answer_has_not_ended(served):
-    (cut,), (last,) = draw(client_of(served), 1, max_new_tokens=2), draw(client_of(served), 1, max_new_tokens=3)
-    assert not cut.ended and len(cut.tokens) == 2
-    assert last.ended  # although it has the maximum length
+def test_an_answer_without_an_end_token_has_not_ended(served):
+    [truncated] = draw(make_client(served), 1, max_new_tokens=2)
+    [complete] = draw(make_client(served), 1, max_new_tokens=3)
+    assert not truncated.ended and len(truncated.tokens) == 2
+    assert complete.ended  # although it has the maximum length
 
 
-def test_answers_are_in_the_order_of_the_prompts_and_requested_at_the_same_time(served):
+def test_answers_are_requested_concurrently_and_keep_their_order(served):
     def slow(path, reply):
         # The first ones are slower.
         time.sleep(0.05 if reply["choices"][0]["token_ids"][0] < 500 else 0.0)
 
     served.change = slow
-    answers = draw(client_of(served, concurrency=4), 12)
+    answers = draw(make_client(served, concurrency=4), 12)
     assert [answer.tokens[0] for answer in answers] == [17 + 101 * n for n in range(12)]
     assert 2 <= served.max_running <= 4
 
 
-def test_no_prompts_are_no_request(served):
-    assert client_of(served).draw([], [], 1.0, 5, ENDS) == [] and not served.requests
+def test_no_prompts_send_no_request(served):
+    assert make_client(served).draw([], [], 1.0, 5, ENDS) == [] and not served.requests
 
 
-def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, tmp_path):
+def test_an_adapter_update_loads_a_new_name_and_unloads_the_old(served, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    client, other = client_of(served), client_of(served)
+    client, other = make_client(served), make_client(served)
     client.update(tmp_path, 0)
     (first,) = served.adapters
     assert served.adapters[first] == str(tmp_path.resolve())
@@ -188,9 +189,9 @@ def test_an_adapter_is_loaded_under_a_new_name_and_the_old_one_dropped(served, t
     assert not served.adapters
 
 
-def test_a_full_model_is_loaded_in_place_and_the_prefix_cache_dropped(served, tmp_path):
+def test_a_full_model_update_reloads_weights_and_resets_the_prefix_cache(served, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    client = client_of(served, update_timeout=50)
+    client = make_client(served, update_timeout=50)
     client.update(tmp_path, 3)
     assert served.requests == [
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path.resolve())},
@@ -200,51 +201,51 @@ def test_a_full_model_is_loaded_in_place_and_the_prefix_cache_dropped(served, tm
     client.close()
 
 
-def test_a_server_that_stopped_does_not_fail_the_run(served, tmp_path, capsys):
+def test_a_stopped_server_does_not_fail_a_finished_run(served, tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
-    client = client_of(served)
+    client = make_client(served)
     client.update(tmp_path, 0)
     served.change = lambda path, reply: 500
     client.close()
     assert "warning: The server keeps the last adapter loaded" in capsys.readouterr().out
 
 
-def test_a_key_is_taken_from_the_environment(served, monkeypatch):
-    draw(client_of(served), 1)
+def test_the_api_key_is_read_from_the_environment(served, monkeypatch):
+    draw(make_client(served), 1)
     monkeypatch.setenv("VLLM_API_KEY", "abc")
-    draw(client_of(served), 1)
+    draw(make_client(served), 1)
     assert served.keys == [None, "Bearer abc"]
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.001, 1.0, 100.0])
-def test_a_server_of_the_model_passes(sharpness, served):
-    """Test servers that are sure and unsure of the next token."""
+def test_a_server_of_the_right_model_passes_the_check(sharpness, served):
+    """With confident and unconfident next-token distributions."""
     served.sharpness = sharpness
-    client_of(served).check()
+    make_client(served).check()
     assert served.requests[0][0] == "/v1/models"
 
 
-def test_another_model_is_refused(served):
+def test_a_server_of_another_model_is_rejected(served):
     with pytest.raises(UserError, match="model is other, but http://127.0.0.1:.* serves demo. Set one of these"):
         VLLMServer(served.url, "other").check()
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 100.0])
-def test_log_probabilities_without_the_temperature_are_refused(sharpness, served):
+def test_log_probabilities_without_the_temperature_are_rejected(sharpness, served):
     served.is_processed, served.sharpness = False, sharpness
     with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
-        client_of(served).check()
+        make_client(served).check()
 
 
-def test_a_server_without_log_probabilities_is_refused(served):
+def test_a_server_without_log_probabilities_is_rejected(served):
     served.change = lambda path, reply: "choices" in reply and reply["choices"][0].update(logprobs=None) or None
     with pytest.raises(UserError, match="returns no log-probabilities of the top tokens"):
-        client_of(served).check()
+        make_client(served).check()
 
 
-def test_a_server_that_is_not_there_is_refused(monkeypatch):
+def test_a_server_that_does_not_answer_is_rejected(monkeypatch):
     monkeypatch.setattr(vllm, "PAUSE", 0.001)
     with pytest.raises(UserError, match=r"does not answer \(.*refused.*attempt 3.*Start it with vllm serve"):
         VLLMServer("http://127.0.0.1:9", "demo", retries=2).check()
@@ -256,7 +257,7 @@ def test_a_server_that_is_not_there_is_refused(monkeypatch):
 def test_temporary_failures_are_retried(served, failure):
     failures = [failure, failure]
     served.change = lambda path, reply: failures.pop() if failures else None
-    assert draw(client_of(served, retries=2), 1)[0].ended
+    assert draw(make_client(served, retries=2), 1)[0].ended
     assert len(served.requests) == 3
 
 
@@ -266,32 +267,32 @@ def test_temporary_failures_are_retried(served, failure):
 def test_retries_are_limited(served, failure, message):
     served.change = lambda path, reply: failure
     with pytest.raises(UserError, match=message):
-        draw(client_of(served, retries=2), 1)
+        draw(make_client(served, retries=2), 1)
     assert len(served.requests) == 3
 
 
-def test_a_slow_answer_is_not_waited_for_any_longer(served):
+def test_a_slow_answer_times_out(served):
     served.change = lambda path, reply: time.sleep(0.2)
     with pytest.raises(UserError, match="does not answer .*timed out.*raise model.rollouts.init_args.timeout"):
-        draw(client_of(served, timeout=0.05, retries=0), 1)
+        draw(make_client(served, timeout=0.05, retries=0), 1)
 
 
 @pytest.mark.parametrize(("path", "update", "remedy"), [
     ("/v1/load_lora_adapter", "adapter_config.json", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora"),
     ("/collective_rpc", "config.json", "VLLM_SERVER_DEV_MODE=1"),
     ("/reset_prefix_cache", "config.json", "VLLM_SERVER_DEV_MODE=1")])
-def test_weights_that_are_refused_name_the_remedy_and_are_not_sent_twice(path, update, remedy, served, tmp_path):
+def test_a_rejected_weight_update_names_the_remedy_and_is_not_retried(path, update, remedy, served, tmp_path):
     (tmp_path / update).write_text("{}")
-    served.change = lambda asked, reply: 404 if asked.startswith(path) else None
+    served.change = lambda requested_path, reply: 404 if requested_path.startswith(path) else None
     with pytest.raises(UserError, match=f"status 404: made to fail. Start it with .*{remedy}"):
-        client_of(served).update(tmp_path, 0)
-    assert [asked.startswith(path) for asked, _ in served.requests].count(True) == 1
+        make_client(served).update(tmp_path, 0)
+    assert [requested_path.startswith(path) for requested_path, _ in served.requests].count(True) == 1
 
 
-def test_a_key_that_is_missing_is_named(served):
+def test_a_missing_api_key_is_named(served):
     served.change = lambda path, reply: 401
     with pytest.raises(UserError, match="Set its API key in the environment variable VLLM_API_KEY"):
-        client_of(served).check()
+        make_client(served).check()
     assert len(served.requests) == 1
 
 
@@ -306,31 +307,31 @@ def test_a_key_that_is_missing_is_named(served):
     ({"finish_reason": "length", "token_ids": [5, 6, 7]}, "a --max-model-len that covers prompt and answer"),
     ({"finish_reason": "stop", "token_ids": [5, 6, 7]}, "with reason stop"),
     ({"prompt_token_ids": [0, 3, 4]}, "answered another prompt than it was sent")])
-def test_an_answer_with_something_missing_is_refused(changes, message, served):
+def test_an_incomplete_answer_is_rejected(changes, message, served):
     served.change = lambda path, reply: reply["choices"][0].update(changes)
     with pytest.raises(UserError, match=message):
-        draw(client_of(served), 1)
+        draw(make_client(served), 1)
 
 
 @pytest.mark.parametrize(("text", "message"), [
     ("<html>", "did not return JSON"), ("{}", "did not return an answer"),
     ('{"choices": []}', "did not return an answer"), ("[]", "did not return an answer")])
-def test_another_program_is_refused(text, message, served):
+def test_a_server_that_is_not_vllm_is_rejected(text, message, served):
     served.change = lambda path, reply: text
     with pytest.raises(UserError, match=f"{message}.*Check that the address is a vLLM server"):
-        draw(client_of(served), 1)
+        draw(make_client(served), 1)
 
 
-def test_a_failure_ends_the_whole_draw(served):
+def test_a_failed_request_stops_the_remaining_ones(served):
     served.change = lambda path, reply: 400
     with pytest.raises(UserError, match="status 400"):
-        draw(client_of(served, concurrency=1), 50)
+        draw(make_client(served, concurrency=1), 50)
     assert len(served.requests) < 50
 
 
-# What a recipe names --------------------------------------------------------------------------------------------------
+# Recipes --------------------------------------------------------------------------------------------------------------
 
-def test_a_recipe_names_a_server():
+def test_a_recipe_can_name_a_server():
     server = read_server({"class_path": "VLLMServer", "init_args": {"url": "http://localhost:8000/", "model": "m"}})
     assert isinstance(server, VLLMServer) and (server.url, server.model) == ("http://localhost:8000", "m")
 
@@ -351,12 +352,12 @@ def test_a_recipe_names_a_server():
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "timeout": "1h"}}, "timeout is 1h"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "retries": -1}}, "retries is -1"),
     ({"class_path": "VLLMServer", "init_args": {"url": "http://h", "model": "m", "concurrency": 0}}, "concurrency")])
-def test_mistakes_in_the_settings_of_a_server(settings, message):
+def test_wrong_server_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         read_server(settings)
 
 
-def test_code_of_strangers_runs_only_if_it_is_trusted():
+def test_a_custom_server_class_needs_trust():
     settings = {"class_path": f"{__name__}.OwnServer", "init_args": {"size": 3}}
     with pytest.raises(ForeignCode, match="is code outside of lightning, torch, lmmods"):
         read_server(settings)
@@ -377,7 +378,7 @@ class OwnServer(RolloutServer):
 
 # Weights of tokens ----------------------------------------------------------------------------------------------------
 
-def test_weights_of_tokens_equal_trl():
+def test_importance_weights_equal_trl():
     """TRL's token_truncate is the ratio, clamped from above."""
     import torch
 
@@ -391,5 +392,5 @@ def test_weights_of_tokens_equal_trl():
     assert weights.dtype == np.float32 and weights.max() == 2 and weights.min() < 1
 
 
-def test_equal_probabilities_have_weight_one_and_missing_ones_none():
+def test_equal_probabilities_have_weight_1_and_missing_ones_have_none():
     np.testing.assert_array_equal(importance_weights(np.float32([-1, -2]), np.float32([-1, np.nan]), 2.0), [1, np.nan])
