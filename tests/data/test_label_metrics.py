@@ -35,7 +35,7 @@ def compute_calibration_error(probabilities, labels, bins=15):
 
 
 @pytest.mark.parametrize("num_labels,present,seed", [(2, 2, 0), (5, 5, 1), (7, 4, 2), (3, 3, 3)])
-def test_single_label_scores_are_scikit_learns(num_labels, present, seed):
+def test_single_label_scores_equal_scikit_learn(num_labels, present, seed):
     """Labels that are only predicted are part of every mean, as in scikit-learn."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(present, size=300)
@@ -81,7 +81,7 @@ def test_large_logits_and_ties_keep_scores_finite_and_exact():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_multi_label_scores_are_scikit_learns(seed):
+def test_multi_label_scores_equal_scikit_learn(seed):
     rng = np.random.default_rng(seed)
     labels = rng.random((200, 6)) < 0.3
     labels[:, 5] = False  # never a label and never predicted
@@ -94,7 +94,7 @@ def test_multi_label_scores_are_scikit_learns(seed):
         "exact_match": metrics.accuracy_score(labels, logits > 0)}, abs=1e-6)
 
 
-def test_regression_scores_are_scipys():
+def test_regression_scores_equal_scipy():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 11, 500) / 2  # with ties
     values = (labels + rng.normal(size=500)).round(1)
@@ -114,7 +114,7 @@ def test_a_correlation_of_small_numbers_is_accurate():
     assert regression_scores(labels * 1e-3, labels)["pearson"] == pytest.approx(1)
 
 
-def test_tag_scores_and_the_table_are_scikit_learns():
+def test_tag_scores_and_the_table_equal_scikit_learn():
     rng = np.random.default_rng(0)
     labels, predictions = rng.integers(4, size=400), rng.integers(5, size=400)
     assert tag_scores(predictions, labels, 6) == pytest.approx({
@@ -156,7 +156,7 @@ def test_thousands_of_labels_have_no_confusion_matrix():
     assert "roc_auc" not in single_label_scores(logits, labels)
 
 
-def test_the_multi_label_table_is_scikit_learns():
+def test_the_multi_label_table_equals_scikit_learn():
     rng = np.random.default_rng(1)
     labels, predictions = rng.random((2, 50, 3)) < 0.4
     names = ["a", "b", "c"]
@@ -178,7 +178,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("seed", range(3))
-def test_entity_scores_are_seqevals_for_any_tags(scheme, seed):
+def test_entity_scores_equal_seqeval_for_any_tags(scheme, seed):
     """Also in random order, which a model may predict."""
     rng = random.Random(seed)
     gold, predictions = ([[rng.choice(SCHEMES[scheme]) for _ in range(rng.randint(1, 12))] for _ in range(200)]

@@ -264,7 +264,7 @@ def make_stream(counts, weights):
 
 
 @pytest.mark.parametrize("rule", HF_RULES)
-def test_a_pass_over_a_stream_ends_by_the_rule(rule):
+def test_the_mixing_rule_decides_when_a_pass_over_a_stream_ends(rule):
     counts = {"a": 30, "b": 100, "c": 7}
     for epoch in range(20):
         parts = make_stream(counts.values(), [0.3, 0.5, 0.2])

@@ -162,7 +162,7 @@ def test_rows_without_two_comparable_answers_are_dropped_and_counted(row, reason
 
 
 @pytest.mark.parametrize("row", [{"label": "perhaps"}, {"label": 2}, {"label": [1]}])
-def test_a_label_is_true_or_false(row, chat_folder, write_jsonl):
+def test_a_row_with_a_label_other_than_true_or_false_is_dropped(row, chat_folder, write_jsonl):
     data = build_data(write_jsonl([LABELLED[0], {**LABELLED[0], **row}]), chat_folder, "single")
     assert list(next(iter(data.report["sources"].values()))["dropped"]) == ["label is neither true nor false"]
 

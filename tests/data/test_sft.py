@@ -260,7 +260,7 @@ def test_scores_report_the_answers_they_exclude(chat_folder, write_jsonl, alpaca
     assert data.predictions({0: outputs[0]}).scores == {"exact_match": 1}
 
 
-def test_batch_lengths_are_multiples_and_report_adds_up(spm_folder, write_jsonl, alpaca_rows):
+def test_batch_lengths_are_padded_to_multiples_and_reported(spm_folder, write_jsonl, alpaca_rows):
     data = build(
         write_jsonl(alpaca_rows), spm_folder, batch_size=4, pad_to_multiple_of=16, group_by_length=True, val_size=8
     )
@@ -429,7 +429,7 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(spm_folder, write_jsonl, al
         data = SFTData(path, tokenizer=spm_folder, batch_size=3, val_size=7, group_by_length=True, max_length=512)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         trainer.save_checkpoint(tmp_path / "a.ckpt")
-        return module.seen
+        return module.batches
 
     full = run(25)
     for stop in (3, 11, 17):  # within, at the end, and in the second epoch of 11 batches
@@ -442,10 +442,10 @@ class RecordingModule(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen = []
+        self.batches = []
 
     def training_step(self, batches, index):
-        self.seen += [batch["input_ids"].tolist() for batch in batches]
+        self.batches += [batch["input_ids"].tolist() for batch in batches]
         return self.weight.sum()
 
     def validation_step(self, batch, index):

@@ -107,11 +107,6 @@ def test_a_tokenizer_that_splits_by_a_pattern_keeps_words_whole(split_folder, wr
         assert ids == data.tokenizer(" " + " ".join(WORDS[n]), add_special_tokens=False).input_ids
 
 
-def test_special_tokens_in_words_stay_text(bert_folder, write_jsonl):  # noqa: F811
-    row = read_rows(build(write_jsonl(make_rows()), bert_folder))[3]
-    assert (row["input_ids"] == 3).sum() == 1
-
-
 @pytest.mark.parametrize("num_words", [3, 9])
 def test_words_without_a_token_are_counted_and_never_right(num_words, bert_folder, write_jsonl):  # noqa: F811
     words = ["the", "\u200b", "", "fox", "\u00ad", "dog", " ", "x", "y"][:num_words]

@@ -80,7 +80,7 @@ def test_format_requires_the_tags_in_order(text, options, value):
 
 
 @pytest.mark.parametrize(("max_tokens", "soft_tokens"), [(100, 20), (20, 20), (7, 3)])
-def test_length_equals_trls_soft_overlong_punishment(max_tokens, soft_tokens):
+def test_length_equals_the_soft_overlong_punishment_of_trl(max_tokens, soft_tokens):
     trl = pytest.importorskip("trl.rewards")
     trl_reward = trl.get_soft_overlong_punishment(max_tokens, soft_tokens)
     lengths = range(max_tokens + 5)
@@ -98,7 +98,7 @@ def test_length_equals_values_computed_by_hand():
 @pytest.mark.parametrize(("text", "expected"), [
     ("the cat sat", ["a cat sat down"]), ("Cat, sat!", ["cat sat"]), ("dog", ["cat"]), ("cat cat dog", ["cat dog dog"]),
     ("cat", ["dog", "a small cat"]), ("", ["cat"])])
-def test_f1_equals_squads(text, expected):
+def test_f1_equals_the_squad_metric(text, expected):
     from torchmetrics.functional.text import squad
 
     squad_scores = squad([{"prediction_text": text, "id": "1"}],
@@ -122,7 +122,7 @@ def test_math_compares_expressions_by_value(text, right, value):
     assert reward(text, [right], name="math") == value
 
 
-def test_math_equals_trls_accuracy_for_boxed_answers():
+def test_math_equals_the_accuracy_of_trl_for_boxed_answers():
     trl = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
     boxed = [(text, right) for text, right, _ in MATHS if "boxed" in text]
