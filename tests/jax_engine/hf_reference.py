@@ -173,8 +173,8 @@ class HFReference:
                                           has_aux=True))
 
     @cached_property
-    def found(self) -> tuple[np.ndarray, float, dict]:
-        """JAX's logits, loss and gradients of all parameters on `batch`."""
+    def outputs(self) -> tuple[np.ndarray, float, dict]:
+        """Logits, loss and gradients of all parameters on `batch`, computed with JAX."""
         (loss, logits), gradients = self.loss_and_gradients(self.params, self.batch(), labels_of(self.batch()))
         return np.asarray(logits), float(loss), gradients
 

@@ -20,7 +20,7 @@ def refs(tmp_path_factory):
     return {name: HFReference(name, "causal", tmp_path_factory.mktemp(name)) for name in ("gpt2", "llama")}
 
 
-def torch_answers(ref, prompts, settings, eos):
+def generate_on_torch(ref, prompts, settings, eos):
     """Return the torch engine's answers, one prompt at a time, since its penalties count padding as text."""
     unused = ("temperature", "top_p", "typical_p", "top_k")
     options = {name: value for name, value in asdict(settings).items() if name not in unused}
@@ -46,11 +46,11 @@ GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
               "no_repeat_ngram_size": 2, "length_penalty": 0.5}, [2, 11, 30, 5]),
     ("llama", {**GROUPS, "num_beam_groups": 4, "repetition_penalty": 1.3}, [2]),
 ], ids=lambda value: None if isinstance(value, list) else value if isinstance(value, str) else "-".join(value))
-def test_tokens_are_those_of_the_torch_engine(refs, name, options, eos):
+def test_beam_search_finds_the_tokens_of_the_torch_engine(refs, name, options, eos):
     settings = Generation(max_new_tokens=9, **options)
     ref = refs[name]
     answers = generate(ref.net, ref.params, PROMPTS, settings, eos, pad=0)
-    assert answers == torch_answers(ref, PROMPTS, settings, eos)
+    assert answers == generate_on_torch(ref, PROMPTS, settings, eos)
     assert len({tuple(answer) for answer in answers}) > 1
 
 
@@ -73,10 +73,10 @@ def test_without_a_cache_the_tokens_are_the_same(refs, name, options):
 
 @pytest.mark.slow
 def test_sampled_beams_are_sampled_without_replacement(refs):
-    """For one token: four candidates are sampled in turn; the more likely of the first two is the answer."""
+    """For one token, four candidates are sampled in turn, and the more likely of the first two is the answer."""
     ref, rows = refs["gpt2"], 3000
     settings = Generation(max_new_tokens=1, num_beams=2, do_sample=True, top_k=5, temperature=2.0)
-    draws = generate(ref.net, ref.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)
+    answers = generate(ref.net, ref.params, [PROMPTS[0]] * rows, settings, [], pad=0, seed=3)
     with torch.no_grad():
         logs = ref.torch(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1) / 2.0
     tokens = logs.topk(5).indices
@@ -85,6 +85,6 @@ def test_sampled_beams_are_sampled_without_replacement(refs):
     for first in range(5):
         for second in set(range(5)) - {first}:
             expected[tokens[min(first, second)]] += p[first] * p[second] / (1 - p[first])
-    counts = np.bincount([token for answer in draws for token in answer], minlength=37)
+    counts = np.bincount([token for answer in answers for token in answer], minlength=37)
     assert (counts[expected == 0] == 0).all()
     assert (np.abs(counts - rows * expected) <= 4.5 * np.sqrt(rows * expected * (1 - expected)) + 1).all()

@@ -1,7 +1,7 @@
 """Sampling answers with the log-probability and entropy of each token: tokens as from `generate`, scores as from
 transformers.
 
-Answers of rollouts are sampled and scored in one pass; here each one is scored again, in a pass over the whole text.
+Rollouts sample and score answers in one pass; these tests score each answer again, in a pass over the whole text.
 """
 
 from dataclasses import astuple
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from jax_engine.models import generate as ours
+from jax_engine.models import generate as generation
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.settings import Generation
 from tests.closeness import assert_as_close, in_both
 
-EOS, NEW, COLD = [2, 11], 20, 0.3
-PROMPTS = [[5, 6, 7], [9, 8], [5, 6, 7], [4, 30, 12, 9, 9], [5, 6, 7], [9, 8], [17]]  # four of them distinct
+EOS, NEW, TEMPERATURE = [2, 11], 20, 0.3
+PROMPTS = [[5, 6, 7], [9, 8], [5, 6, 7], [4, 30, 12, 9, 9], [5, 6, 7], [9, 8], [17]]  # four distinct ones
 ROWS = [3, 70_000, 5, 6, 7, 8, 9]
 
 
@@ -28,11 +28,11 @@ def ref(make_ref):
 
 @pytest.fixture(scope="module")
 def sampled(ref):
-    return ours.sample_answers(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), COLD, NEW, EOS, pad=0)
+    return generation.sample_answers(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), TEMPERATURE, NEW, EOS, pad=0)
 
 
-def scores(model, prompt, tokens, temperature):
-    """Return log-probability and entropy of each token after a prompt, from transformers' logits."""
+def compute_scores(model, prompt, tokens, temperature):
+    """Return the log-probability and entropy of each token after a prompt, from transformers' logits."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens.tolist()]])).logits[0, len(prompt) - 1:-1] / temperature
     logs = logits - logits.logsumexp(-1, keepdim=True)
@@ -43,18 +43,19 @@ def check_scores(ref, prompts, answers, temperature):
     for prompt, answer in zip(prompts, answers, strict=True):
         actual = (answer.logps, answer.entropies)
         assert all(part.dtype == np.float32 and len(part) == len(answer.tokens) for part in actual)
-        expected, exact = in_both(lambda model, p=prompt, a=answer: scores(model, p, a.tokens, temperature), ref.torch)
+        expected, exact = in_both(lambda model, p=prompt, a=answer: compute_scores(model, p, a.tokens, temperature),
+                                  ref.torch)
         assert_as_close(actual, expected, exact, magnitude=float(np.log(37)))
 
 
-def until_end(answer):
+def remove_end_token(answer):
     return [token for token in answer.tokens.tolist() if token not in EOS]
 
 
-def test_tokens_are_those_of_generate(ref, sampled):
-    settings = Generation(max_new_tokens=NEW, do_sample=True, top_k=0, temperature=COLD)
-    expected = ours.generate(ref.net, ref.params, PROMPTS, settings, EOS, pad=0, seed=1, rows=ROWS)
-    assert [until_end(answer) for answer in sampled] == expected
+def test_sampled_tokens_equal_those_of_generate(ref, sampled):
+    settings = Generation(max_new_tokens=NEW, do_sample=True, top_k=0, temperature=TEMPERATURE)
+    expected = generation.generate(ref.net, ref.params, PROMPTS, settings, EOS, pad=0, seed=1, rows=ROWS)
+    assert [remove_end_token(answer) for answer in sampled] == expected
     assert len({len(answer.tokens) for answer in sampled}) > 3  # they end at different times
     assert {answer.ended for answer in sampled} == {True, False}
     for answer, tokens in zip(sampled, expected, strict=True):
@@ -62,50 +63,50 @@ def test_tokens_are_those_of_generate(ref, sampled):
         assert answer.ended == (answer.tokens[-1] in EOS) and (answer.ended or len(tokens) == NEW)
 
 
-def test_scores_are_those_of_a_pass_over_the_text(ref, sampled):
-    check_scores(ref, PROMPTS, sampled, COLD)
-    hot = ours.sample_answers(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
+def test_log_probs_and_entropies_equal_a_full_forward_pass(ref, sampled):
+    check_scores(ref, PROMPTS, sampled, TEMPERATURE)
+    hot = generation.sample_answers(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
     check_scores(ref, PROMPTS[:2], hot, 1.5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, COLD])
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
 def test_greedy_answers_are_scored_at_a_temperature(ref, temperature):
-    answers = ours.sample_answers(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
-    expected = ours.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
-    assert [until_end(answer) for answer in answers] == expected
+    answers = generation.sample_answers(ref.net, ref.params, PROMPTS, None, temperature, 10, EOS, pad=0)
+    expected = generation.generate(ref.net, ref.params, PROMPTS, Generation(max_new_tokens=10), EOS, pad=0)
+    assert [remove_end_token(answer) for answer in answers] == expected
     check_scores(ref, PROMPTS, answers, temperature)
 
 
-def test_rows_that_leave_keep_their_scores(ref):
-    """Most rows end early, and the others go on alone, in as many as the number of rows says."""
+def test_scores_do_not_change_when_other_rows_end_early(ref):
+    """Most rows end early; the others continue in a smaller batch."""
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0)
     for count in (20, 30):
         prompts, rows = [PROMPTS[row % 7] for row in range(count)], range(count)
-        answers = ours.sample_answers(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
+        answers = generation.sample_answers(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
         lengths = sorted(len(answer.tokens) for answer in answers)
         assert lengths[-9] < lengths[-1]
-        _, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
+        _, proceed, _ = generation._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
         assert proceed._cache_size() == 2  # for 32 rows, and for 8
     check_scores(ref, prompts, answers, 1.0)
 
 
-def test_another_number_of_prompts_compiles_nothing_new(ref):
-    before = ours._compiled.cache_info().misses
+def test_another_number_of_prompts_compiles_no_new_program(ref):
+    before = generation._compiled.cache_info().misses
     uniforms = draws(2, range(8), 3)
-    whole = ours.sample_answers(ref.net, ref.params, PROMPTS, uniforms[:7], 1.0, 3, EOS, pad=0)
+    whole = generation.sample_answers(ref.net, ref.params, PROMPTS, uniforms[:7], 1.0, 3, EOS, pad=0)
     for count in (6, 5):
-        part = ours.sample_answers(ref.net, ref.params, PROMPTS[:count], uniforms[:count], 1.0, 3, EOS, pad=0)
+        part = generation.sample_answers(ref.net, ref.params, PROMPTS[:count], uniforms[:count], 1.0, 3, EOS, pad=0)
         assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, whole))
-    assert ours._compiled.cache_info().misses == before + 1
+    assert generation._compiled.cache_info().misses == before + 1
     settings = Generation(max_new_tokens=3, do_sample=True, top_k=0)
-    begin, proceed, _ = ours._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
-    assert begin._cache_size() == proceed._cache_size() == 1
+    start, proceed, _ = generation._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
+    assert start._cache_size() == proceed._cache_size() == 1
 
 
-def test_no_prompts_have_no_answers_and_invalid_ones_are_errors(ref, make_ref):
-    assert ours.sample_answers(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
+def test_no_prompts_give_no_answers_and_invalid_prompts_are_errors(ref, make_ref):
+    assert generation.sample_answers(ref.net, ref.params, [], np.zeros((0, 5), np.float32), 1.0, 5, EOS, pad=0) == []
     with pytest.raises(UserError, match="empty prompt"):
-        ours.sample_answers(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)
+        generation.sample_answers(ref.net, ref.params, [[5], []], None, 1.0, 5, EOS, pad=0)
     short = make_ref("gpt2")
     with pytest.raises(UserError, match="32 positions"):
-        ours.sample_answers(short.net, short.params, [[5, 6]], None, 1.0, 31, EOS, pad=0)
+        generation.sample_answers(short.net, short.params, [[5, 6]], None, 1.0, 31, EOS, pad=0)

@@ -27,35 +27,35 @@ from lmmods.torch_engine.nn.lora import add_lora
 SIZES = {"vocab_size": 300, "initializer_range": 0.05}
 
 
-def configuration(name: str, head: str = "causal", **changes):
+def make_config(name: str, head: str = "causal", **changes):
     per_layer = {"vocab_size_per_layer_input": 300} if name == "gemma4_text" else {}
     return transformers.CONFIG_MAPPING[name](**fields_of(name, head) | SIZES | per_layer | changes)
 
 
-def scratch(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
+def build_model(name: str, head: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     """Return a model of the torch engine with random weights."""
-    auto, config = getattr(transformers, AUTO[head]), configuration(name, head, **changes)
+    auto, config = getattr(transformers, AUTO[head]), make_config(name, head, **changes)
     return from_config(lambda: auto.from_config(config, dtype=dtype), seed)
 
 
-def same(tree_of_names: dict[str, np.ndarray], model: torch.nn.Module) -> None:
-    params = {key: p for key, p in model.named_parameters() if key in tree_of_names}
-    assert list(params) == list(tree_of_names)
-    for key, value in tree_of_names.items():
+def assert_same_values(values: dict[str, np.ndarray], model: torch.nn.Module) -> None:
+    params = {key: p for key, p in model.named_parameters() if key in values}
+    assert list(params) == list(values)
+    for key, value in values.items():
         assert str(value.dtype) == str(params[key].dtype).removeprefix("torch."), key
         assert np.array_equal(value.astype(np.float32), params[key].detach().float().numpy()), key
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_process_initialises_only_its_devices_shards(dtype, monkeypatch):
-    net, shapes = hub.network(configuration("llama"), "causal"), []
+    net, shapes = hub.network(make_config("llama"), "causal"), []
     mesh = ShardedMesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
-    def drawn(seed, name, distribution, shape, part):
+    def init_and_record(seed, name, distribution, shape, part):
         shapes.append([len(range(length)[dimension]) for length, dimension in zip(shape, part, strict=True)])
         return draw(seed, name, distribution, shape)[part]
 
-    monkeypatch.setattr(linear, "init_part", drawn)
+    monkeypatch.setattr(linear, "init_part", init_and_record)
     placed = flatten(mesh.put_state(net.initial_values(3, dtype)))
     monkeypatch.undo()
     whole = flatten(net.init(3, dtype))
@@ -67,15 +67,15 @@ def test_a_process_initialises_only_its_devices_shards(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_first_parameters_in_bfloat16_and_untied(name):
+def test_initial_parameters_equal_torchs_in_bfloat16_and_untied(name):
     head, untied = ("causal", {"tie_word_embeddings": False}) if name == "llama" else ("masked", {})
-    net = hub.network(configuration(name, **untied), head)
-    same(net.to_torch(net.init(1, "bfloat16")), scratch(name, head, 1, torch.bfloat16, **untied))
+    net = hub.network(make_config(name, **untied), head)
+    assert_same_values(net.to_torch(net.init(1, "bfloat16")), build_model(name, head, 1, torch.bfloat16, **untied))
 
 
-def test_position_tables_are_sines_where_the_configuration_says_so():
-    net = hub.network(configuration("distilbert", sinusoidal_pos_embds=True), "masked")
-    same(net.to_torch(net.init(0)), scratch("distilbert", "masked", sinusoidal_pos_embds=True))
+def test_position_tables_are_sinusoidal_if_the_configuration_asks_for_it():
+    net = hub.network(make_config("distilbert", sinusoidal_pos_embds=True), "masked")
+    assert_same_values(net.to_torch(net.init(0)), build_model("distilbert", "masked", sinusoidal_pos_embds=True))
 
 
 @pytest.mark.parametrize(("base", "name", "head"), [
@@ -86,37 +86,37 @@ def test_position_tables_are_sines_where_the_configuration_says_so():
     ("BertForMaskedLM", "bert", "sequence"), ("BertForMaskedLM", "bert", "token"), ("AlbertForMaskedLM", "albert",
     "choice"), ("ElectraForPreTraining", "electra", "choice"), ("ModernBertModel", "modernbert", "sequence"),
     ("MistralForCausalLM", "mistral", "sequence"), ("MistralForCausalLM", "mistral", "token")])
-def test_a_missing_head_is_the_same_on_both_engines_and_that_of_a_model_from_scratch(base, name, head, tmp_path):
-    getattr(transformers, base)(configuration(name, head)).save_pretrained(tmp_path)
+def test_a_missing_head_is_initialised_alike_on_both_engines_and_as_from_scratch(base, name, head, tmp_path):
+    getattr(transformers, base)(make_config(name, head)).save_pretrained(tmp_path)
     model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
     net = hub.network(load_config(str(tmp_path)), head)
     loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
-    same(loaded, model)
+    assert_same_values(loaded, model)
     first, heads = net.to_torch(net.init(5)), [key for key, path, _ in net.names() if path[0] == "head"]
     assert heads and all(np.array_equal(loaded[key], first[key]) for key in heads)
     assert not any(np.array_equal(loaded[key], first[key]) for key in first if key not in heads and first[key].std())
 
 
-@pytest.mark.parametrize(("base", "name", "head", "kept", "saved"), [
+@pytest.mark.parametrize(("base", "name", "head", "loaded_name", "saved_name"), [
     ("ModernBertForMaskedLM", "modernbert", "qa", "head.dense.weight", "head.dense.weight"),
     ("ModernBertForMaskedLM", "modernbert", "sequence", "head.norm.weight", "head.norm.weight"),
     ("BertModel", "bert", "sequence", "bert.pooler.dense.weight", "pooler.dense.weight"),
     ("BertModel", "bert", "choice", "bert.pooler.dense.bias", "pooler.dense.bias"),
     ("AlbertModel", "albert", "sequence", "albert.pooler.weight", "pooler.weight")])
-def test_a_new_head_keeps_what_another_head_has_of_it(base, name, head, kept, saved, tmp_path):
-    """Poolers and the layers of ModernBERT's heads are kept; only the logits layers are new."""
-    getattr(transformers, base)(configuration(name, head)).save_pretrained(tmp_path)
+def test_a_new_head_keeps_the_layers_that_another_head_shares(base, name, head, loaded_name, saved_name, tmp_path):
+    """Poolers and the layers of ModernBERT's heads are loaded; only the output layers are new."""
+    getattr(transformers, base)(make_config(name, head)).save_pretrained(tmp_path)
     model = load_pretrained(getattr(transformers, AUTO[head]), str(tmp_path), seed=5)
     net = hub.network(load_config(str(tmp_path)), head)
     loaded = net.to_torch(loading.load(net, str(tmp_path), seed=5))
-    same(loaded, model)
-    assert np.array_equal(loaded[kept], load_file(tmp_path / "model.safetensors")[saved])
+    assert_same_values(loaded, model)
+    assert np.array_equal(loaded[loaded_name], load_file(tmp_path / "model.safetensors")[saved_name])
 
 
 @pytest.mark.parametrize(("base", "name", "output"), [
     ("MistralForCausalLM", "mistral", "qa_outputs"), ("ModernBertForMaskedLM", "modernbert", "classifier")])
-def test_a_head_on_a_quantised_base_is_the_same(tmp_path, base, name, output):
-    config = configuration(name, hidden_size=64, num_attention_heads=4)
+def test_a_new_head_on_a_quantised_base_is_the_same_on_both_engines(tmp_path, base, name, output):
+    config = make_config(name, hidden_size=64, num_attention_heads=4)
     getattr(transformers, base)(config).save_pretrained(tmp_path)
     model = load_pretrained(transformers.AutoModelForQuestionAnswering, str(tmp_path), seed=5, quantize="nf4",
                             frozen=True)
@@ -134,7 +134,7 @@ ADAPTERS = [
 
 
 @pytest.mark.parametrize(("name", "head", "settings", "dtype"), ADAPTERS, ids=[
-    "lora", "on-bfloat16", "dora-conv1d", "dora", "qa", "qa-of-layers", "shared-layers", "head-in-full"])
+    "lora", "on-bfloat16", "dora-conv1d", "dora", "qa", "qa-of-layers", "shared-layers", "full-head"])
 def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, settings, dtype, tmp_path):
     ref, lora = make_ref(name, head), LoRA(rank=4, alpha=8, **settings)
     tokens = [] if head == "masked" else [36, 5]
@@ -144,11 +144,11 @@ def test_a_new_adapter_is_the_same_on_both_engines(make_ref, name, head, setting
     params = flatten(adapters.add_adapter(net, base, 5))
     trained = {key: (params[path] if layer is None else params[path][layer]).astype(np.float32)
                for key, path, layer in net.names() if net.trains(path)}
-    same(trained, model)
+    assert_same_values(trained, model)
     assert len(trained) == sum(p.requires_grad for p in model.parameters())
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
         if "lora_A" in key:
-            expected = draw(5, key, lora_a(value.shape[1]), tuple(value.shape))  # by its name in PEFT's folder
+            expected = draw(5, key, lora_a(value.shape[1]), tuple(value.shape))  # named as in PEFT's folder
             assert np.array_equal(value.numpy(), expected), key
         assert "lora_B" not in key or not value.any()

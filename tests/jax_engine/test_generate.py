@@ -25,7 +25,7 @@ def prompts_of(ref):
     return [random.integers(4, 37, size).tolist() for size in (7, 3, 5)]
 
 
-def torch_answer(ref, prompt, settings):
+def generate_on_torch(ref, prompt, settings):
     config = GenerationConfig(max_new_tokens=settings.max_new_tokens, min_new_tokens=settings.min_new_tokens,
                               do_sample=False, repetition_penalty=settings.repetition_penalty, eos_token_id=EOS,
                               no_repeat_ngram_size=settings.no_repeat_ngram_size, pad_token_id=0)
@@ -45,7 +45,7 @@ def test_constraints_are_transformers(make_ref, settings):
     ref = make_ref("gpt2")
     prompts = [[5, 6, 5, 6, 7], [9, 9, 9], [4, 5, 6, 7, 8, 9, 10]]
     answers = ours.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
-    assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
+    assert answers == [generate_on_torch(ref, prompt, settings) for prompt in prompts]
 
 
 def test_an_answer_stops_before_the_first_end_token(make_ref):

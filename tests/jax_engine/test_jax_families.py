@@ -1,6 +1,6 @@
 """Every family with every head, built once and compared with transformers, PEFT and bitsandbytes in all that runs use.
 
-The other files test what one family is enough to show.
+The other files test what one family suffices to show.
 """
 
 import copy
@@ -15,10 +15,10 @@ import torch
 import transformers
 from bitsandbytes.nn import Linear4bit
 from hf_reference import AUTO, NUM_LABELS, HFReference, labels_of, of_real, our_loss, row_labels, torch_inputs
-from test_first_parameters import SIZES, configuration, same, scratch
-from test_generate import EOS, prompts_of, torch_answer
+from test_first_parameters import SIZES, assert_same_values, build_model, make_config
+from test_generate import EOS, generate_on_torch, prompts_of
 from test_lora import check_adapter
-from test_quant import assert_logits_are_torchs, quantised_torch, stacked_experts
+from test_quant import assert_logits_equal_torchs, quantised_torch, stacked_experts
 from tested import PAIRS, QUICK, TESTED
 from transformers.pytorch_utils import Conv1D
 
@@ -54,7 +54,7 @@ CHECKED = TESTED | {"all": PAIRS, "packing": [*TESTED["packing"], ("bert", "mask
     pytest.param(name, head, id=f"{name}-{head}", marks=[] if name in QUICK else pytest.mark.slow)
     for name, head in PAIRS])
 def test_a_family_with_a_head_is_the_model_of_transformers(name, head, tmp_path):
-    """All checks run, also after a failure; the message names all failed ones."""
+    """Every check runs, also after a failure; the message names all that failed."""
     ref = HFReference(name, head, tmp_path / "base", **rates_of(name))
     failures, failed = [], []
     for feature, checks in CHECKS.items():
@@ -75,8 +75,8 @@ def rates_of(name: str) -> dict[str, float]:
     return RATES.get(name, {"attention_dropout": 0.3})
 
 
-def torch_loss(model, head, batch, labels):
-    """Return the logits, and the loss of `our_loss`."""
+def compute_torch_loss(model, head, batch, labels):
+    """Return the logits and the loss that `our_loss` computes."""
     inputs = torch_inputs(batch, head)
     output = model(**inputs)
     if head in ("sequence", "choice"):
@@ -97,17 +97,17 @@ def torch_loss(model, head, batch, labels):
 def check_logits_loss_and_all_gradients(ref: HFReference, _: Path) -> None:
     batch = ref.batch()
 
-    def of_torch(model):
-        logits, loss = torch_loss(model, ref.head, batch, labels_of(batch))
-        reached = gradients(model, loss)
+    def run_torch(model):
+        logits, loss = compute_torch_loss(model, ref.head, batch, labels_of(batch))
+        by_name = gradients(model, loss)
         return of_real(logits, batch, ref.head), loss, {
-            name: reached.get(name, torch.zeros(param.shape)) for name, param in model.named_parameters()}
+            name: by_name.get(name, torch.zeros(param.shape)) for name, param in model.named_parameters()}
 
-    theirs, exact = in_both(of_torch, ref.torch)
-    logits, value, grads = ref.found
+    expected, exact = in_both(run_torch, ref.torch)
+    logits, value, grads = ref.outputs
     named = ref.net.to_torch(grads)
     assert logits.dtype == np.float32 and list(named) == list(exact[2])
-    for compared in zip((of_real(logits, batch, ref.head), value, named), theirs, exact, strict=True):
+    for compared in zip((of_real(logits, batch, ref.head), value, named), expected, exact, strict=True):
         assert_as_close(*compared, terms=1024)  # up to three layers, forward and backward
 
 
@@ -134,46 +134,46 @@ def check_weight_decay_is_on_matrices(ref: HFReference, _: Path) -> None:
     assert {path for path in flatten(ref.params) if ref.net.trains(path)} == {path for _, path, _ in ref.net.names()}
 
 
-def check_muon_moves_linear_layers_and_experts_between_embeddings_and_head(ref: HFReference, _: Path) -> None:
-    """By torch's names and by paths, both of which order the state of a checkpoint."""
+def check_muon_trains_linear_layers_and_experts_but_not_embeddings_and_head(ref: HFReference, _: Path) -> None:
+    """Names of torch and paths of JAX, which both order a checkpoint's state, agree."""
     decays, params = flatten(ref.net.decays(ref.params)), dict(ref.torch.named_parameters())
     ends = {*map(id, (ref.torch.get_input_embeddings(), ref.torch.get_output_embeddings()))}
     linear = {f"{name}.weight" for name, module in ref.torch.named_modules()
               if isinstance(module, torch.nn.Linear | Conv1D) and id(module) not in ends}
-    moved = set()
+    by_muon = set()
     for name, path, _ in ref.net.names():
-        moves = is_hidden_matrix(name, params[name].ndim)
-        assert moves == (decays[path] and in_hidden_matrix(path)), name
-        moved |= {name} if moves else set()
+        is_muon = is_hidden_matrix(name, params[name].ndim)
+        assert is_muon == (decays[path] and in_hidden_matrix(path)), name
+        by_muon |= {name} if is_muon else set()
     layers = {name for name, path, _ in ref.net.names() if path[0] == "layers"}
     experts = {name for name in layers if params[name].ndim == 3 and ".experts." in name}
     routers = {name for name in layers - linear if params[name].ndim == 2 and name.endswith("weight")}
-    assert moved == layers & linear | experts | routers and len(moved) >= 4
+    assert by_muon == layers & linear | experts | routers and len(by_muon) >= 4
     assert all("gate" in name or "router" in name for name in routers)
 
 
-def check_a_saved_folder_is_the_same_model_for_transformers(ref: HFReference, folder: Path) -> None:
+def check_transformers_loads_the_same_model_from_a_saved_folder(ref: HFReference, folder: Path) -> None:
     hub.save(ref.net, ref.params, folder)
-    again = type(ref.torch).from_pretrained(folder).eval()
+    reloaded = type(ref.torch).from_pretrained(folder).eval()
     before = dict(ref.torch.named_parameters())
-    assert all(torch.equal(value, before[name]) for name, value in again.named_parameters())
-    saved, original = again.config.to_dict(), type(ref.torch).from_pretrained(ref.folder).config.to_dict()
+    assert all(torch.equal(value, before[name]) for name, value in reloaded.named_parameters())
+    saved, original = reloaded.config.to_dict(), type(ref.torch).from_pretrained(ref.folder).config.to_dict()
     assert saved | {"_name_or_path": ""} == original | {"_name_or_path": ""}
     inputs = torch_inputs(ref.batch(), ref.head)
     with torch.no_grad():
-        actual, expected = again(**inputs), ref.torch(**inputs)
+        actual, expected = reloaded(**inputs), ref.torch(**inputs)
     key = "start_logits" if ref.head == "qa" else "logits"
     assert torch.equal(actual[key], expected[key])
 
 
-def check_first_values_are_the_same_on_both_engines_and_distributed_as_in_transformers(
+def check_initial_values_agree_on_both_engines_and_have_transformers_distribution(
         ref: HFReference, _: Path) -> None:
     """Mean and variance of every parameter, within five standard deviations of their random fluctuation."""
-    config = configuration(ref.name, ref.head)
-    model, net = scratch(ref.name, ref.head), hub.network(config, ref.head)
+    config = make_config(ref.name, ref.head)
+    model, net = build_model(ref.name, ref.head), hub.network(config, ref.head)
     on_jax = net.to_torch(net.init(0))
     assert on_jax.keys() == dict(model.named_parameters()).keys()
-    same(on_jax, model)
+    assert_same_values(on_jax, model)
     torch.manual_seed(0)
     in_transformers = dict(getattr(transformers, AUTO[ref.head]).from_config(config).named_parameters())
     for name, param in model.named_parameters():
@@ -193,11 +193,11 @@ def check_first_values_are_the_same_on_both_engines_and_distributed_as_in_transf
         assert abs(nonzero.var() / other.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, name
 
 
-def check_rows_of_new_tokens_are_the_same_on_both_engines(ref: HFReference, _: Path) -> None:
+def check_new_token_rows_are_the_same_on_both_engines(ref: HFReference, _: Path) -> None:
     model, net = copy.deepcopy(ref.torch), hub.network(copy.deepcopy(ref.net.config), ref.head)
     resize_embeddings(model, 40)
     net.resize(40)
-    same(net.to_torch(building._add_rows(net, ref.params)), model)
+    assert_same_values(net.to_torch(building._add_rows(net, ref.params)), model)
     assert model.get_input_embeddings().weight.shape[0] == 40
 
 
@@ -215,24 +215,24 @@ def check_dropout_and_noise_on_embeddings(ref: HFReference, _: Path) -> None:
     undropped = type(ref.torch)(undropped)
     undropped.load_state_dict(ref.torch.state_dict())
 
-    def of_torch(model, noise):
+    def run_torch(model, noise):
         model = copy.deepcopy(model).train()
         TokenDropout(model, noise=noise).begin({"token_seeds": torch.from_numpy(seeds),
                                                 "attention_mask": torch.from_numpy(batch["attention_mask"])})
         with torch.no_grad():
-            return torch_loss(model, ref.head, batch, labels_of(batch))[0].numpy()
+            return compute_torch_loss(model, ref.head, batch, labels_of(batch))[0].numpy()
 
-    expected = of_torch(ref.torch, NOISE * has_noise)
+    expected = run_torch(ref.torch, NOISE * has_noise)
     net = hub.network(ref.net.config, ref.head, noise=NOISE) if has_noise else ref.net
     seeded = batch | {"token_seeds": seeds}
-    ours = np.asarray(jax.jit(lambda params: net.scores(params, seeded, True))(ref.params)).reshape(expected.shape)
+    logits = np.asarray(jax.jit(lambda params: net.scores(params, seeded, True))(ref.params)).reshape(expected.shape)
 
-    def distance(theirs):
-        return of_real(np.abs(ours - theirs), batch, ref.head).max()
+    def distance(other):
+        return of_real(np.abs(logits - other), batch, ref.head).max()
 
-    near, scale = distance(expected), np.abs(expected).max()
-    assert near <= 1e-4 * scale < 1e-2 * distance(of_torch(undropped, NOISE * has_noise)), "dropout"
-    assert not has_noise or near <= 0.05 * distance(of_torch(ref.torch, 0.0)), "noise on embeddings"
+    error, scale = distance(expected), np.abs(expected).max()
+    assert error <= 1e-4 * scale < 1e-2 * distance(run_torch(undropped, NOISE * has_noise)), "dropout"
+    assert not has_noise or error <= 0.05 * distance(run_torch(ref.torch, 0.0)), "noise on embeddings"
 
 
 def check_the_same_layers_are_quantised(ref: HFReference, _: Path) -> None:
@@ -245,15 +245,15 @@ def check_the_same_layers_are_quantised(ref: HFReference, _: Path) -> None:
 
 
 def check_logits_of_quantised_layers(ref: HFReference, _: Path) -> None:
-    assert_logits_are_torchs(ref.folder, ref.head, "nf4", True)
+    assert_logits_equal_torchs(ref.folder, ref.head, "nf4", True)
 
 
-def check_an_adapter_is_pefts(ref: HFReference, folder: Path) -> None:
+def check_an_adapter_equals_pefts(ref: HFReference, folder: Path) -> None:
     check_adapter(ref, LoRA(rank=3, alpha=6), folder)
 
 
-def check_packed_documents_are_as_apart(ref: HFReference, _: Path) -> None:
-    """The program of `loss_and_gradients` computes the separate documents."""
+def check_packed_documents_equal_separate_ones(ref: HFReference, _: Path) -> None:
+    """The separate documents run through the compiled `loss_and_gradients`."""
     first, second = np.split(np.random.default_rng(3).integers(4, 37, 9), [5])
     ids = np.stack([np.concatenate([document, second, [ref.pad] * 2]) for document in (first, first[::-1])])
     packed = {"input_ids": ids, "attention_mask": np.ones_like(ids),
@@ -270,14 +270,14 @@ def check_packed_documents_are_as_apart(ref: HFReference, _: Path) -> None:
     assert np.array_equal(changed[5:9], together[5:9])
 
 
-def check_greedy_tokens_are_transformers(ref: HFReference, _: Path) -> None:
+def check_greedy_tokens_equal_transformers(ref: HFReference, _: Path) -> None:
     prompts, settings = prompts_of(ref), Generation(max_new_tokens=14)
     answers = generate.generate(ref.net, ref.params, prompts, settings, EOS, pad=0)
-    assert answers == [torch_answer(ref, prompt, settings) for prompt in prompts]
+    assert answers == [generate_on_torch(ref, prompt, settings) for prompt in prompts]
     assert any(answers)
 
 
-def check_shards_and_parts_of_rows_have_the_gradients_of_one_device(ref: HFReference, _: Path) -> None:
+def check_a_mesh_computes_the_gradients_of_one_device(ref: HFReference, _: Path) -> None:
     """Six devices split matrices in two and rows in three."""
     labels = labels_of(ref.batch())
     batch = {name: value[None].astype(np.int32) for name, value in ref.batch().items()}  # of one rank
@@ -291,24 +291,24 @@ def check_shards_and_parts_of_rows_have_the_gradients_of_one_device(ref: HFRefer
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed["layers"]))
     step = mesh.compile(gradients_of, ("state", "batch"), ("state",))
     actual = flatten(mesh.fetch_state(step(placed, mesh.put_batch(batch))[0]))
-    expected = flatten(ref.found[2])
+    expected = flatten(ref.outputs[2])
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
         scale = max(np.abs(leaf).max(), 1e-3 * largest)
         assert np.abs(actual[path] - leaf).max() <= 1e-4 * scale, path
 
 
-# The checks of each feature, which take the reference and an empty folder.
+# Checks per feature; each takes the reference and an empty folder.
 CHECKS: dict[str, list[Callable[[HFReference, Path], None]]] = {
     "all": [check_logits_loss_and_all_gradients, check_names_of_parameters, check_weight_decay_is_on_matrices,
-            check_muon_moves_linear_layers_and_experts_between_embeddings_and_head,
-            check_a_saved_folder_is_the_same_model_for_transformers,
-            check_first_values_are_the_same_on_both_engines_and_distributed_as_in_transformers,
-            check_rows_of_new_tokens_are_the_same_on_both_engines, check_dropout_and_noise_on_embeddings,
+            check_muon_trains_linear_layers_and_experts_but_not_embeddings_and_head,
+            check_transformers_loads_the_same_model_from_a_saved_folder,
+            check_initial_values_agree_on_both_engines_and_have_transformers_distribution,
+            check_new_token_rows_are_the_same_on_both_engines, check_dropout_and_noise_on_embeddings,
             check_the_same_layers_are_quantised],
     "quantize": [check_logits_of_quantised_layers],
-    "lora": [check_an_adapter_is_pefts],
-    "packing": [check_packed_documents_are_as_apart],
-    "generation": [check_greedy_tokens_are_transformers],
-    "mesh": [check_shards_and_parts_of_rows_have_the_gradients_of_one_device],
+    "lora": [check_an_adapter_equals_pefts],
+    "packing": [check_packed_documents_equal_separate_ones],
+    "generation": [check_greedy_tokens_equal_transformers],
+    "mesh": [check_a_mesh_computes_the_gradients_of_one_device],
 }

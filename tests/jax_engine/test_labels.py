@@ -31,16 +31,15 @@ NAN = np.float32(np.nan)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    # [..., K] -> [K, N] for torch, which wants the classes second.
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), weights, ignore_index=IGNORED, reduction="sum")
 
 
-def binary(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def binary_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     loss = F.binary_cross_entropy_with_logits(logits[:-1], labels[:-1], weights, reduction="sum")
     return loss / (K if weights is None else weights.sum())
 
 
-def squares(logits: torch.Tensor, labels: torch.Tensor, weights: None) -> torch.Tensor:
+def squared_error(logits: torch.Tensor, labels: torch.Tensor, weights: None) -> torch.Tensor:
     return F.mse_loss(logits[:-1, 0], labels[:-1], reduction="sum")
 
 
@@ -52,12 +51,12 @@ VALUES = np.append(random.normal(size=B - 1).astype(np.float32), NAN)
 LOSSES = {
     "classes": (CLASSES, None, cross_entropy, 5), "weighted classes": (CLASSES, WEIGHTS, cross_entropy, WEIGHTS.sum()),
     "tags": (TAGS, WEIGHTS, cross_entropy, WEIGHTS[TAGS[TAGS >= 0]].sum()),
-    "several": (YES, None, binary, B - 1), "weighted several": (YES, WEIGHTS, binary, B - 1),
-    "values": (VALUES, None, squares, B - 1)}
+    "several": (YES, None, binary_loss, B - 1), "weighted several": (YES, WEIGHTS, binary_loss, B - 1),
+    "values": (VALUES, None, squared_error, B - 1)}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_losses_of_labels_are_those_of_torch(kind):
+def test_label_losses_equal_torchs(kind):
     labels, weights, torch_loss, weight = LOSSES[kind]
     logits = np.random.default_rng(1).normal(size=(*labels.shape[:2 - (kind != "tags")], K)).astype(np.float32) * 3
     value, gradient = jax.value_and_grad(lambda x: label_loss(x, labels, weights).total)(logits)
@@ -69,7 +68,7 @@ def test_losses_of_labels_are_those_of_torch(kind):
     assert np.abs(gradient - tensor.grad.numpy()).max() <= 1e-5 * np.abs(gradient).max()
 
 
-def test_losses_of_pairs_equal_their_formula():
+def test_pair_losses_equal_their_formula():
     scores = np.random.default_rng(2).normal(size=(B, 2)).astype(np.float32) * 2
     margins = np.array([0, 0.5, 2, 0, 1, NAN], np.float32)
     value, gradient = jax.value_and_grad(lambda x: pair_loss(x, margins, 0.01).total)(scores)
@@ -96,7 +95,7 @@ def test_pooling_uses_the_mask(make_ref):
     assert differs.tolist() == [True, True, False, False]
 
 
-def test_poolings_of_padded_rows():
+def test_pooling_ignores_padding_on_either_side():
     hidden = np.random.default_rng(3).normal(size=(2, 4, 3)).astype(np.float32)
     real = np.array([[True, True, True, False], [False, True, True, True]])
     assert np.array_equal(pool(hidden, real, "last"), hidden[[0, 1], [2, 3]])
@@ -107,32 +106,32 @@ def test_poolings_of_padded_rows():
 
 
 @pytest.mark.parametrize("head", ["sequence", pytest.param("choice", marks=pytest.mark.slow)])
-def test_modernbert_may_take_the_mean(tmp_path, head):
+def test_modernbert_pools_by_the_mean_if_configured(tmp_path, head):
     ref = HFReference("modernbert", head, tmp_path, classifier_pooling="mean")
     shape = (2, 2) if head == "choice" else (4,)
     inputs = {name: torch.tensor(value).unflatten(0, shape) for name, value in ref.batch().items()}
     with torch.no_grad():
         expected = ref.torch(**inputs).logits.numpy()
-    logits = ref.found[0]
+    logits = ref.outputs[0]
     assert np.abs(of_real(logits, ref.batch(), head) - expected).max() <= 1e-4 * np.abs(expected).max()
     first = HFReference("modernbert", head, tmp_path)
     assert not np.allclose(our_loss(first.net, ref.params, ref.batch(), CLASSES)[1], expected, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tasks, with batches as from the data modules.
+# Tasks, with batches like those of the data modules.
 
 TASKS = {"single": (SequenceClassification, "sequence", {}), "several": (SequenceClassification, "sequence", {}),
          "value": (SequenceClassification, "sequence", {}), "tags": (TokenClassification, "token", {}),
          "choices": (MultipleChoice, "choice", {}), "pairs": (Reward, "sequence", {"center_rewards_coefficient": 0.01})}
 
 
-def quick(*kinds: str) -> list:
-    """Return parameters for a test of all tasks, of which these are fast; the others differ in loss or head only."""
+def mark_slow_except(*kinds: str) -> list:
+    """Return all tasks as parameters, slow except these: the others differ only in loss or head."""
     return [pytest.param(kind, marks=[] if kind in kinds else pytest.mark.slow) for kind in TASKS]
 
 
-def rows(kind: str, num: int = 8, length: int = 7) -> dict[str, np.ndarray]:
+def make_rows(kind: str, num: int = 8, length: int = 7) -> dict[str, np.ndarray]:
     """Return rows of a task; the last one is padding."""
     random = np.random.default_rng(4)
     shape = {"choices": (num, 3, length), "pairs": (num, 2, length)}.get(kind, (num, length))
@@ -166,13 +165,13 @@ def task_of(make_ref, kind: str):
     return task, ref
 
 
-def chunks(batch: dict[str, np.ndarray], size: int) -> list[dict[str, torch.Tensor]]:
+def split_batches(batch: dict[str, np.ndarray], size: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.tensor(part[start:start + size]) for name, part in batch.items()}
             for start in range(0, len(batch["index"]), size)]
 
 
 def run(kind: str, task, ref, parallel, size: int, chunk_tokens: int = 0):
-    """Evaluate, then take a step of plain SGD on all rows; return metrics, gradient and the data module's inputs."""
+    """Evaluate, then take a step of plain SGD on all rows; return metrics, parameter changes and the rows' outputs."""
     settings = Optimizer(name="sgd", lr=1.0, weight_decay=0.0)
     steps = Steps(parallel, task.batch_loss, build(settings, ref.net.decays(ref.params)), Clipping(), task.predict,
                   chunk_tokens=chunk_tokens)
@@ -181,7 +180,7 @@ def run(kind: str, task, ref, parallel, size: int, chunk_tokens: int = 0):
     data = SimpleNamespace(answer=lambda role, outputs: outputs_by_index.update(outputs) or SimpleNamespace(
         scores={"rows": len(outputs)}, files={}))
     weights = SimpleNamespace(trainable=state["trainable"], frozen={})
-    with Prefetcher(chunks(rows(kind), size), parallel, size, pad_id=0) as prefetcher:
+    with Prefetcher(split_batches(make_rows(kind), size), parallel, size, pad_id=0) as prefetcher:
         for batch in prefetcher:
             task.evaluate(steps, weights, batch)
             accumulation = steps.accumulate(state, {}, accumulation, batch.arrays)
@@ -199,16 +198,16 @@ def assert_near(actual, expected) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(make_ref):
+def run_on_one_device(make_ref):
     """Return a function that runs a task on one device."""
     return cache(lambda kind: run(kind, *task_of(make_ref, kind), Replicas(jax.devices()[:1]), 8))
 
 
-@pytest.mark.parametrize("kind", quick("several", "choices"))
-def test_a_step_has_the_gradient_of_all_rows_and_every_row_gets_its_output(make_ref, alone, kind):
+@pytest.mark.parametrize("kind", mark_slow_except("several", "choices"))
+def test_a_step_has_the_gradient_of_all_rows_and_every_row_gets_its_output(make_ref, run_on_one_device, kind):
     task, ref = task_of(make_ref, kind)
-    batch = rows(kind)
-    results, figures, moved, outputs = alone(kind)
+    batch = make_rows(kind)
+    results, figures, change, outputs = run_on_one_device(kind)
     assert results["rows"] == len(outputs) == 7 and figures["num_rows"] == 7
     assert figures["num_tokens"] == batch["attention_mask"][:-1].sum()
 
@@ -219,8 +218,8 @@ def test_a_step_has_the_gradient_of_all_rows_and_every_row_gets_its_output(make_
 
     (total, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ref.params, True)
     assert figures["loss"] == pytest.approx(float(total / weight), rel=1e-4)
-    assert_near(moved, jax.tree.map(lambda g: -np.asarray(g) / float(weight), gradients))
-    # The loss of an evaluation is without dropout.
+    assert_near(change, jax.tree.map(lambda g: -np.asarray(g) / float(weight), gradients))
+    # Evaluation has no dropout.
     total, weight = loss(ref.params, False)
     assert results["loss"] == pytest.approx(float(total / weight), rel=1e-4)
     shapes = {"single": (K,), "several": (K,), "value": (1,), "pairs": (2,)}
@@ -240,20 +239,20 @@ LAYOUTS = {"chunks": (lambda: Replicas(jax.devices()[:1]), 8, 7),
 @pytest.mark.parametrize(("kind", "layout"), [
     pytest.param(kind, layout, marks=[] if (kind, layout) in (("several", "fsdp and tensor"), ("choices", "chunks"))
                  else pytest.mark.slow) for kind in TASKS for layout in LAYOUTS])
-def test_many_devices_take_the_step_of_one_and_give_its_outputs(make_ref, alone, kind, layout):
-    results, figures, moved, outputs = alone(kind)
+def test_many_devices_take_the_step_of_one_and_give_its_outputs(make_ref, run_on_one_device, kind, layout):
+    results, figures, change, outputs = run_on_one_device(kind)
     make, size, chunk_tokens = LAYOUTS[layout]
     actual = run(kind, *task_of(make_ref, kind), make(), size, chunk_tokens)
     assert actual[0] == pytest.approx(results, rel=1e-4) and actual[1] == pytest.approx(figures, rel=1e-4)
-    assert_near(actual[2], moved)
+    assert_near(actual[2], change)
     assert outputs.keys() == actual[3].keys()
     for index, output in outputs.items():
         assert np.abs(actual[3][index] - output).max() <= 1e-4 * max(np.abs(output).max(), 1)
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_padding_rows_are_recognised_and_chunks_add_some(kind):
-    batch = {name: jnp.asarray(x) for name, x in rows(kind).items()}
+def test_padding_rows_are_recognised_also_those_that_chunks_add(kind):
+    batch = {name: jnp.asarray(x) for name, x in make_rows(kind).items()}
     assert scored_rows(batch).tolist() == [True] * 7 + [False]
     per_row = batch["input_ids"].size // 8
     parts = split_rows(batch, 3 * per_row)  # 3 + 3 + 2 rows, and an added one
@@ -261,17 +260,17 @@ def test_padding_rows_are_recognised_and_chunks_add_some(kind):
     assert scored_rows(joined).tolist() == [True] * 7 + [False] * 2
 
 
-def test_several_labels_of_a_row_have_no_token_axis():
-    batch = {name: torch.tensor(x) for name, x in rows("several", num=2, length=K).items()}
+def test_multi_label_rows_are_not_padded_along_tokens():
+    batch = {name: torch.tensor(x) for name, x in make_rows("several", num=2, length=K).items()}
     with Prefetcher([batch], Replicas(jax.devices()[:2]), 3, pad_id=0, max_length=32) as prefetcher:
         (prefetched,) = prefetcher
     assert prefetched.host["labels"].shape == (2, 3, K) and prefetched.host["input_ids"].shape == (2, 3, 32)
     assert np.isnan(prefetched.host["labels"][0, 2]).all() and np.isnan(prefetched.host["labels"][1]).all()
 
 
-def test_predict_of_rewards_scores_answers_without_pairs(make_ref):
+def test_a_reward_model_scores_single_answers(make_ref):
     task, ref = task_of(make_ref, "pairs")
-    batch = {name: jnp.asarray(x) for name, x in rows("pairs").items()}
+    batch = {name: jnp.asarray(x) for name, x in make_rows("pairs").items()}
     single = {name: x[:, :1] if x.ndim == 3 else x for name, x in batch.items()}
     outputs, pairs = task.predict(ref.params, single), task.predict(ref.params, batch)
     assert outputs.keys() == {"scores"} and outputs["scores"].shape == (8, 1)

@@ -189,7 +189,7 @@ def logits(network, params, batch) -> np.ndarray:
     return np.asarray(jax.jit(lambda p: network.logits(p, network.hidden(p, batch)))(params))
 
 
-def assert_logits_are_torchs(folder, head, kind, double):
+def assert_logits_equal_torchs(folder, head, kind, double):
     options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
     model = quantised_torch(folder, head, kind, **options)
     if kind == "int8":
@@ -208,7 +208,7 @@ def assert_logits_are_torchs(folder, head, kind, double):
     ("llama", "causal", "int8", True), ("bert", "masked", "fp4", True)])
 def test_logits_are_those_of_torch(folder_of, name, head, kind, double):
     """`test_jax_families.py` shows it for double-quantised nf4 in every family."""
-    assert_logits_are_torchs(folder_of(name, head), head, kind, double)
+    assert_logits_equal_torchs(folder_of(name, head), head, kind, double)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("gpt2", "fp4"), ("llama", "int8"), ("bert", "nf4")])

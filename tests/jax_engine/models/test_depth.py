@@ -37,7 +37,7 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
     scored = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(*scored, reduction="sum").backward()
     reference, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
-    logits, _, gradients = ref.found
+    logits, _, gradients = ref.outputs
     assert np.abs(logits - reference)[real].max() <= 1e-4 * np.abs(reference).max()
     named, expected = ref.net.to_torch(gradients), dict(ref.torch.named_parameters())
     assert list(named) == list(expected)
@@ -81,7 +81,7 @@ def test_attention_of_two_kinds_in_a_loop(make_ref, name, kinds, changes):
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         return of_real(logits, batch, "causal"), loss, gradients(model, loss)
 
-    logits, loss, grads = ref.found
+    logits, loss, grads = ref.outputs
     outputs = of_real(logits, batch, "causal"), loss, ref.net.to_torch(grads)
     for actual, expected, exact in zip(outputs, *in_both(run_torch, ref.torch), strict=True):
         assert_as_close(actual, expected, exact, terms=2048)  # up to eight layers, forward and backward
