@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-from test_jax_preference import Bigram, padded, take_step
-from test_lora import wrapped
+from test_jax_preference import Bigram, pad_rows, take_step
+from test_lora import add_random_adapter
 
 from jax_engine.distributed.devices import Replicas
 from jax_engine.distributed.loss import IGNORED
@@ -37,19 +37,19 @@ from tests.closeness import assert_as_close, gradients, in_both
 
 SGD = Optimizer(name="sgd", lr=100.0)  # moves parameters by more than their rounding
 TORCH = SimpleNamespace(exp=torch.exp, where=torch.where, stop_gradient=torch.Tensor.detach)
-B, T, WARM = 8, 9, 0.7
+B, T, TEMPERATURE = 8, 9, 0.7
 PARTS = slice(0, 4), slice(4, 8)
 
 
 def task_of(network, params, base=None, **fields):
     """Return a task with its trainable and frozen parameters."""
-    fields = {"pretrained": "x", "rewards": [{"name": "exact_match"}], "temperature": WARM, **fields}
+    fields = {"pretrained": "x", "rewards": [{"name": "exact_match"}], "temperature": TEMPERATURE, **fields}
     task = GRPO(**fields)
     return task, *task.adopt_network(network, params, base or {})
 
 
-def rows(seed=0):
-    """Return answers of different lengths, one with a tool's tokens inside, an idle one, and a padding row."""
+def make_rows(seed=0):
+    """Return answers of different lengths: one contains tool tokens, one is idle, and the last row is padding."""
     random = np.random.default_rng(seed)
     ids = random.integers(4, 37, (B, T))
     lengths, prompts = random.integers(5, T + 1, (B, 1)), random.integers(1, 4, (B, 1))
@@ -64,7 +64,7 @@ def rows(seed=0):
         "idle_weight": np.where(np.arange(B) == 0, 3, 0).astype(np.float32)}
 
 
-def with_columns(batch, logps, seed=1):
+def add_columns(batch, logps, seed=1):
     """Add columns close to the log-probabilities [B, T] of the token after each position."""
     random = np.random.default_rng(seed)
     aligned = np.pad(logps[:, :-1], ((0, 0), (1, 0)))  # at the token itself
@@ -73,7 +73,7 @@ def with_columns(batch, logps, seed=1):
     return batch | {name: np.where(batch["labels"] == IGNORED, 0, x).astype(np.float32) for name, x in columns.items()}
 
 
-def log_probs_of(model, batch, temperature=WARM):
+def compute_log_probs(model, batch, temperature=TEMPERATURE):
     """Return transformers' log-probability [B, T - 1] of the token after each position, 0 where it has no label."""
     ids, mask, labels = (torch.tensor(batch[name]).long() for name in ("input_ids", "attention_mask", "labels"))
     logs = (model(input_ids=ids, attention_mask=mask).logits[:, :-1] / temperature).log_softmax(-1)
@@ -92,11 +92,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", ["dapo", "sequence"])
-def test_loss_and_gradient_are_those_of_torch(make_ref, name):
+def test_loss_and_gradient_equal_torchs(make_ref, name):
     ref = make_ref("llama", num_hidden_layers=1)
     task, trainable, frozen = task_of(ref.net, ref.params, **LOSSES[name])
-    predicted = jax.jit(task.predict)(merge(trainable, frozen), rows())
-    batch = with_columns(rows(), np.asarray(predicted))
+    predicted = jax.jit(task.predict)(merge(trainable, frozen), make_rows())
+    batch = add_columns(make_rows(), np.asarray(predicted))
     if not task.beta:
         del batch["reference_logps"]
 
@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_torch(make_ref, name):
     gradient, sums = jax.jit(jax.grad(total, has_aux=True))(trainable)
 
     def torch_loss(model):
-        logps = log_probs_of(model, batch)
+        logps = compute_log_probs(model, batch)
         shifted = {name: torch.tensor(batch[name][:, 1:], dtype=logps.dtype) if name in batch else None
                    for name in ("old_logps", "reference_logps", "sampler_weights")}
         mask = torch.tensor(batch["labels"][:, 1:] != IGNORED, dtype=logps.dtype)
@@ -128,12 +128,12 @@ def test_ratios_are_exactly_one_without_old_log_probs(make_ref):
     ref = make_ref("llama", num_hidden_layers=1)
     task, trainable, frozen = task_of(ref.net, ref.params)
     assert task.is_on_policy
-    batch = rows()
+    batch = make_rows()
     sums = jax.jit(lambda params: task.batch_loss(params, batch, True, False))(merge(trainable, frozen))
     ratio, tokens = sums.metrics["ratio"].tolist()
     assert ratio == tokens == sums.weight - 3 == (batch["labels"][:, 1:] != IGNORED).sum()
     assert sums.metrics["clip_ratio/low"][0] == sums.metrics["clip_ratio/high"][0] == 0
-    # With ratios of one the loss is the negated sum of advantages, whatever the network says.
+    # With ratios of one, the loss is the negated sum of advantages, whatever the network computes.
     advantages = (batch["advantages"][:, None] * (batch["labels"][:, 1:] != IGNORED)).sum()
     assert float(sums.total) == pytest.approx(-advantages, rel=1e-6)
 
@@ -146,12 +146,12 @@ def steps_of(task, trainable, parallel, chunk_tokens=0):
                  metric_names=task.metric_names, chunk_tokens=chunk_tokens)
 
 
-def bigram(name):
-    """Return a task, its parameters, and answers with columns as if it had moved."""
+def make_bigram(name):
+    """Return a task, its parameters, and answers with columns as if the parameters had changed."""
     network = Bigram()
     task, trainable, frozen = task_of(network, network.params, fast_kernels=False, **LOSSES[name])
-    predicted = jax.jit(task.predict)(merge(trainable, frozen), rows())
-    batch = with_columns(rows(), np.asarray(predicted))
+    predicted = jax.jit(task.predict)(merge(trainable, frozen), make_rows())
+    batch = add_columns(make_rows(), np.asarray(predicted))
     for column, is_needed in (("old_logps", not task.is_on_policy), ("reference_logps", task.beta)):
         if not is_needed:
             del batch[column]
@@ -167,9 +167,9 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_any_batch_split_is_the_same_step(name):
+def test_any_batch_split_gives_the_same_step(name):
     """8 x 1 = 4 x 2 = 1 x 8 with padding rows = 8 in chunks of 3, the last of which lacks a row."""
-    task, trainable, frozen, batch = bigram(name)
+    task, trainable, frozen, batch = make_bigram(name)
     device = Replicas(jax.devices()[:1])
     steps = steps_of(task, trainable, device)
     all_rows = [{name: x[None] for name, x in batch.items()}]
@@ -178,7 +178,7 @@ def test_any_batch_split_is_the_same_step(name):
     assert name == "grpo" or abs(whole[0]["ratio"] - 1) > 1e-3
     halves = [{name: x[part][None] for name, x in batch.items()} for part in PARTS]
     assert_same(take_step(task, trainable, frozen, device, halves, steps), whole)
-    single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in batch.items()}, 4).items()}
+    single = [{name: x[None] for name, x in pad_rows({name: x[n : n + 1] for name, x in batch.items()}, 4).items()}
               for n in range(B)]
     assert_same(take_step(task, trainable, frozen, device, single, steps), whole)
     chunked = steps_of(task, trainable, device, 3 * T)
@@ -191,7 +191,7 @@ DEVICES = {"replicas": lambda: Replicas(jax.devices()[:2]), "fsdp": lambda: Shar
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_several_devices_take_the_step_of_one(devices):
-    task, trainable, frozen, batch = bigram("dapo")
+    task, trainable, frozen, batch = make_bigram("dapo")
     single, several = Replicas(jax.devices()[:1]), DEVICES[devices]()
     whole = take_step(task, trainable, frozen, single, [{name: x[None] for name, x in batch.items()}],
                       steps_of(task, trainable, single))
@@ -205,24 +205,24 @@ def test_several_devices_take_the_step_of_one(devices):
 # The reference --------------------------------------------------------------------------------------------------------
 
 
-def test_a_base_is_scored_without_the_adapter(make_ref):
-    model, net, params = wrapped(make_ref("llama"), LoRA(rank=4))
+def test_the_base_reference_is_scored_without_the_adapter(make_ref):
+    model, net, params = add_random_adapter(make_ref("llama"), LoRA(rank=4))
     task, trainable, frozen = task_of(net, params, lora=LoRA(rank=4), beta=0.1)
     assert task.reference_kind == "base" and COPIES not in frozen
-    params, batch = merge(trainable, frozen), rows()
+    params, batch = merge(trainable, frozen), make_rows()
     actual = [np.asarray(jax.jit(task.predict)(params, batch | columns))[:, :-1]
               for columns in ({}, {OF_REFERENCE: np.ones(B, np.int32)})]
     with torch.no_grad():
-        adapted = in_both(lambda model: log_probs_of(model, batch), model)
+        adapted = in_both(lambda model: compute_log_probs(model, batch), model)
         with model.disable_adapter():
-            base = in_both(lambda model: log_probs_of(model, batch), model)
+            base = in_both(lambda model: compute_log_probs(model, batch), model)
     assert_as_close(actual[0], *adapted)
     assert_as_close(actual[1], *base)
     assert np.abs(actual[0] - actual[1]).max() > 0.1
 
 
-def test_a_copy_is_scored_as_training_began(make_ref):
-    ref, batch = make_ref("llama", num_hidden_layers=1), rows()
+def test_the_copied_reference_is_scored_with_the_initial_weights(make_ref):
+    ref, batch = make_ref("llama", num_hidden_layers=1), make_rows()
     task, trainable, frozen = task_of(ref.net, ref.params, beta=0.1)
     assert task.reference_kind == "copy"
     predict = jax.jit(task.predict)
@@ -230,15 +230,15 @@ def test_a_copy_is_scored_as_training_began(make_ref):
     params = merge(jax.tree.map(lambda p: p + 0.3, trainable), frozen)
     of_reference = predict(params, batch | {OF_REFERENCE: np.ones(B, np.int32)})
     assert np.array_equal(of_reference, before) and not np.allclose(predict(params, batch), before, atol=1e-2)
-    # It counts neither as a parameter nor in FLOPs.
+    # The copy adds no FLOPs.
     assert task.flops_per_token(trainable, frozen) == task_of(ref.net, ref.params)[0].flops_per_token(trainable, {})
 
 
-def test_rows_without_labels_are_questions(make_ref):
+def test_rows_without_labels_get_the_logits_of_the_choices(make_ref):
     ref = make_ref("llama", num_hidden_layers=1)
     task, trainable, frozen = task_of(ref.net, ref.params)
     task.choice_ids = np.array([5, 9])
-    batch = {name: x for name, x in rows().items() if name in ("input_ids", "attention_mask")}
+    batch = {name: x for name, x in make_rows().items() if name in ("input_ids", "attention_mask")}
     logits = jax.jit(task.predict)(merge(trainable, frozen), batch)
     assert logits.shape == (B, 2)
 
@@ -264,7 +264,7 @@ def rows_of(prompts, answers):
 
 @pytest.fixture(scope="module")
 def adapted(make_ref):
-    """Return a QLoRA task whose adapter has moved, its trainable and its frozen parameters."""
+    """Return a QLoRA task with a random adapter, its trainable and its frozen parameters."""
     ref, lora = make_ref("llama", num_hidden_layers=1), LoRA(rank=2)
     net = hub.network(ref.net.config, "causal", lora=lora)
     params = adapters.add_adapter(net, loading.load(ref.net, str(ref.folder), quantize="nf4"), 3)
@@ -285,42 +285,42 @@ def test_sampled_answers_have_the_same_log_probs_when_scored(adapted, layout):
     policy = JaxPolicy(run_of(task, trainable, frozen, LAYOUTS[layout]()))
     assert (policy.rank, policy.num_ranks) == (0, 1)
     uniforms = draws(1, range(len(PROMPTS)), ANSWER)
-    sampled = policy.draw(PROMPTS, uniforms, WARM, ANSWER, [2])
-    expected = sample_answers(task.network, merge(trainable, frozen), PROMPTS, uniforms, WARM, ANSWER, [2], 0)
+    sampled = policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2])
+    expected = sample_answers(task.network, merge(trainable, frozen), PROMPTS, uniforms, TEMPERATURE, ANSWER, [2], 0)
     assert [answer.tokens.tolist() for answer in sampled] == [answer.tokens.tolist() for answer in expected]
     answers = rows_of(PROMPTS, sampled)
-    scored = policy.logps(answers, WARM)
+    scored = policy.logps(answers, TEMPERATURE)
     for prompt, answer, row in zip(PROMPTS, sampled, scored, strict=True):
         assert row.dtype == np.float32 and row.shape == (len(prompt) + len(answer.tokens),)
         assert not row[: len(prompt)].any()
         assert_as_close(row[len(prompt) :], answer.logps, answer.logps)
-    base = policy.logps(answers, WARM, reference=True)
-    assert max(np.abs(own - other).max() for own, other in zip(scored, base, strict=True)) > 0.1
+    base = policy.logps(answers, TEMPERATURE, reference=True)
+    assert max(np.abs(log_probs - other).max() for log_probs, other in zip(scored, base, strict=True)) > 0.1
     assert policy.gather({0: 1}) == {0: 1}
 
 
 def test_scores_do_not_depend_on_batches(adapted):
     task, trainable, frozen = adapted
     single, answers = LAYOUTS["one"](), rows_of(PROMPTS, [SimpleNamespace(tokens=np.arange(5, 12))] * len(PROMPTS))
-    scores = [JaxPolicy(run_of(task, trainable, frozen, single, size)).logps(answers, WARM) for size in (1, 3)]
+    scores = [JaxPolicy(run_of(task, trainable, frozen, single, size)).logps(answers, TEMPERATURE) for size in (1, 3)]
     assert_as_close(scores[0], scores[1], scores[1])
     policy = JaxPolicy(run_of(task, trainable, frozen, single))
-    assert policy.logps([], WARM) == [] and policy.draw([], None, WARM, ANSWER, [2]) == []
+    assert policy.logps([], TEMPERATURE) == [] and policy.draw([], None, TEMPERATURE, ANSWER, [2]) == []
     with pytest.raises(ValueError, match="temperature"):
         policy.logps(answers, 1.0)
 
 
-def test_answers_are_sampled_in_parts_if_memory_is_short(adapted, monkeypatch):
+def test_answers_are_sampled_in_several_batches_if_memory_is_short(adapted, monkeypatch):
     task, trainable, frozen = adapted
     policy = JaxPolicy(run_of(task, trainable, frozen, LAYOUTS["one"]()))
     uniforms = draws(1, range(len(PROMPTS)), ANSWER)
-    whole = policy.draw(PROMPTS, uniforms, WARM, ANSWER, [2])
+    whole = policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2])
     assert answers_at_once(task.network, 40, present_target().memory) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
     memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
     monkeypatch.setattr("jax_engine.tasks.sampler.present_target", lambda: SimpleNamespace(memory=memory))
     assert task.answers_at_once(5 + ANSWER, memory) == 2
-    for answer, expected in zip(policy.draw(PROMPTS, uniforms, WARM, ANSWER, [2]), whole, strict=True):
+    for answer, expected in zip(policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2]), whole, strict=True):
         assert np.array_equal(answer.tokens, expected.tokens)
 
 
@@ -332,6 +332,6 @@ def test_halved_lengths_end_at_the_maximum():
             assert length % 32 == 0 and following <= 2 * length
 
 
-def test_other_data_are_an_error():
+def test_data_modules_other_than_prompt_data_are_rejected():
     with pytest.raises(UserError, match="PromptData"):
         GRPO(pretrained="x", rewards=[{"name": "exact_match"}]).link(SFTData(source="x.jsonl"))

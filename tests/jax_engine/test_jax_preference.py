@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_lora import wrapped
+from test_lora import add_random_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jax_engine.distributed.devices import Replicas
@@ -39,8 +39,8 @@ B, T, V = 8, 9, 40
 SMOOTHED = {"exo_pair": {"label_smoothing": 0.01}, "robust": {"label_smoothing": 0.1}}
 
 
-def rows(paired=True, seed=0):
-    """Return pairs, or answers and those to other prompts, of different lengths and weights; prompts have no labels."""
+def make_rows(paired=True, seed=0):
+    """Return pairs, or answers with those to other prompts, of different lengths and weights; only answers have labels."""
     random = np.random.default_rng(seed)
     ids = random.integers(4, 37, (B, 2, T))
     lengths, prompts = random.integers(5, T + 1, (B, 2, 1)), random.integers(1, 4, (B, 1, 1))
@@ -53,7 +53,7 @@ def rows(paired=True, seed=0):
     return batch if paired else batch | {"desirable": random.integers(0, 2, B).astype(np.int32)}
 
 
-def padded(batch, size):
+def pad_rows(batch, size):
     """Add padding rows."""
     fill = {"labels": IGNORED}
     return {name: np.concatenate([x, np.full((size - len(x), *x.shape[1:]), fill.get(name, 0), x.dtype)])
@@ -120,7 +120,7 @@ class AnyOfAnswers(AnyOfPairs):
         return (jnp.stack([losses for losses, _ in results], axis=1) * facts["picked"]).sum(1), metrics
 
 
-def moved_bigram(task_class, loss):
+def make_moved_bigram(task_class, loss):
     """Return a task that has moved away from its reference, a copy, and its steps on one device."""
     network, single = Bigram(), Replicas(jax.devices()[:1])
     # All logits at once compile faster.
@@ -133,22 +133,22 @@ def moved_bigram(task_class, loss):
 
 @pytest.fixture(scope="module")
 def any_of_pairs():
-    return moved_bigram(AnyOfPairs, "sigmoid")
+    return make_moved_bigram(AnyOfPairs, "sigmoid")
 
 
 @pytest.fixture(scope="module")
 def any_of_answers():
-    return moved_bigram(AnyOfAnswers, "kto")
+    return make_moved_bigram(AnyOfAnswers, "kto")
 
 
 @pytest.fixture(scope="module")
-def trained(make_ref):
-    """Return PEFT's tiny llama with random adapters, and the same network on JAX."""
-    return wrapped(make_ref("llama", "causal"), LoRA(rank=4))
+def adapted_llama(make_ref):
+    """Return PEFT's tiny Llama with random adapters, the same network on JAX, and its parameters."""
+    return add_random_adapter(make_ref("llama", "causal"), LoRA(rank=4))
 
 
-def task_of(trained, loss="sigmoid", **options):
-    _, net, params = trained
+def task_of(adapted_llama, loss="sigmoid", **options):
+    _, net, params = adapted_llama
     task = Preference(pretrained="x", loss=loss, lora=LoRA(rank=4), **options)
     return task, *task.adopt_network(net, params, {})
 
@@ -176,8 +176,8 @@ def take_step(task, trainable, frozen, parallel, groups, steps):
     return fetch_step_metrics(figures), moved
 
 
-def alike(figures):
-    """Return tolerances for sums in another order: KL and rewards have the rounding of log-probabilities."""
+def within_rounding(figures):
+    """Return approximate values for sums in another order: KL and rewards have the rounding of log-probabilities."""
     rounding = 4 * EPS * max(abs(value) for name, value in figures.items() if name.startswith("logps/"))
 
     def allowed(name):
@@ -188,7 +188,7 @@ def alike(figures):
 
 def assert_same(actual, expected):
     (metrics, moved), (expected_metrics, expected_moved) = actual, expected
-    assert metrics == alike(expected_metrics)
+    assert metrics == within_rounding(expected_metrics)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected_moved))
     for change, reference in zip(jax.tree.leaves(moved), jax.tree.leaves(expected_moved), strict=True):
         assert np.abs(change - reference).max() <= 1e-5 * largest
@@ -200,26 +200,26 @@ def check_batch_splits(task, trainable, frozen, device, steps, all_rows):
     assert whole[0]["num_rows"] == B and whole[0]["grad_norm"] > 0 and {*task.metric_names} <= whole[0].keys()
     halves = [{name: x[start : start + 4][None] for name, x in all_rows.items()} for start in (0, 4)]
     assert_same(take_step(task, trainable, frozen, device, halves, steps), whole)
-    single = [{name: x[None] for name, x in padded({name: x[n : n + 1] for name, x in all_rows.items()}, 4).items()}
+    single = [{name: x[None] for name, x in pad_rows({name: x[n : n + 1] for name, x in all_rows.items()}, 4).items()}
               for n in range(B)]
     assert_same(take_step(task, trainable, frozen, device, single, steps), whole)
     return whole
 
 
-def picked(loss, losses):
+def select_loss(loss, losses):
     return {"picked": np.tile(np.array(losses) == loss, (B, 1, 1)).astype(np.float32)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", PAIRED)
-def test_any_batch_split_of_pairs_is_the_same_step(any_of_pairs, loss):
-    check_batch_splits(*any_of_pairs, rows() | picked(loss, PAIRED))
+def test_any_batch_split_of_pairs_gives_the_same_step(any_of_pairs, loss):
+    check_batch_splits(*any_of_pairs, make_rows() | select_loss(loss, PAIRED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", SINGLE)
-def test_any_batch_split_of_answers_is_the_same_step(any_of_answers, loss):
-    all_rows = rows(paired=False) | picked(loss, SINGLE)
+def test_any_batch_split_of_answers_gives_the_same_step(any_of_answers, loss):
+    all_rows = make_rows(paired=False) | select_loss(loss, SINGLE)
     metrics, _ = check_batch_splits(*any_of_answers, all_rows)
     assert metrics["kl"] > 0  # makes an answer's loss depend on the others
     *arguments, steps = any_of_answers
@@ -233,7 +233,7 @@ def test_any_batch_split_of_answers_is_the_same_step(any_of_answers, loss):
                                         lambda: ShardedMesh(devices=jax.devices()[:2]),
                                         lambda: ShardedMesh(data=2, tensor=2, devices=jax.devices()[:4])],
                 ids=["replicas", "fsdp", "mesh"])
-def spread(request, any_of_pairs, any_of_answers):
+def spread_steps(request, any_of_pairs, any_of_answers):
     """Return devices that split a batch in two, and the steps of all losses of pairs and of answers on them."""
     devices = request.param()
     return devices, *(steps_of(task, trainable, devices) for task, trainable, *_ in (any_of_pairs, any_of_answers))
@@ -241,14 +241,15 @@ def spread(request, any_of_pairs, any_of_answers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", METHODS)
-def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spread, loss):
+def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spread_steps, loss):
     is_paired = METHODS[loss].is_paired
     task, trainable, frozen, single, steps = any_of_pairs if is_paired else any_of_answers
-    all_rows, (devices, *both) = rows(is_paired) | picked(loss, PAIRED if is_paired else SINGLE), spread
+    all_rows = make_rows(is_paired) | select_loss(loss, PAIRED if is_paired else SINGLE)
+    devices, *both_steps = spread_steps
     whole = take_step(task, trainable, frozen, single, [{name: x[None] for name, x in all_rows.items()}], steps)
     halves = {name: np.stack([x[:4], x[4:]]) for name, x in all_rows.items()}
     quarters = [{name: x[:, part] for name, x in halves.items()} for part in (slice(0, 2), slice(2, 4))]
-    steps = both[0] if is_paired else both[1]
+    steps = both_steps[0] if is_paired else both_steps[1]
     assert_same(take_step(task, trainable, frozen, devices, [halves], steps), whole)
     assert_same(take_step(task, trainable, frozen, devices, quarters, steps), whole)
 
@@ -258,7 +259,7 @@ def test_several_devices_take_the_step_of_one(any_of_pairs, any_of_answers, spre
 GENTLE = Optimizer(name="sgd", lr=0.05)
 
 
-def full_finetuning(task_class, loss, net, params):
+def build_full_finetuning(task_class, loss, net, params):
     """Return a task that trains a whole Llama with a copy as its reference, and its steps."""
     task, single = task_class(pretrained="x", loss=loss, reference="copy"), Replicas(jax.devices()[:1])
     trainable, frozen = task.adopt_network(net, params, {})
@@ -269,13 +270,13 @@ def full_finetuning(task_class, loss, net, params):
 
 @pytest.fixture(scope="module")
 def on_jax(make_ref):
-    """Return what trains the losses of pairs (True) and of answers (False), each in one program."""
+    """Return the setups that train the losses of pairs (True) and of answers (False), each in one program."""
     ref = make_ref("llama", "causal", num_hidden_layers=1)
-    return {is_paired: full_finetuning(task_class, loss, ref.net, ref.params)
+    return {is_paired: build_full_finetuning(task_class, loss, ref.net, ref.params)
             for is_paired, task_class, loss in ((True, AnyOfPairs, "sigmoid"), (False, AnyOfAnswers, "kto"))}
 
 
-def losses_of_torch(model, loss, batches):
+def train_on_torch(model, loss, batches):
     """Return the losses of a bare SGD loop with gradient clipping around the torch engine's task."""
     task = TorchPreference(pretrained="x", loss=loss, **SMOOTHED.get(loss, {}))
     task.model = copy.deepcopy(model)
@@ -304,18 +305,18 @@ def losses_of_torch(model, loss, batches):
 @pytest.mark.parametrize("loss", METHODS)
 def test_twenty_steps_have_the_losses_of_torch(on_jax, make_ref, loss):
     is_paired = METHODS[loss].is_paired
-    batches = [rows(is_paired, seed=index % 4) for index in range(20)]
+    batches = [make_rows(is_paired, seed=index % 4) for index in range(20)]
     single, steps, trainable, frozen = on_jax[is_paired]
     state, losses = steps.new_state(single.put_state(trainable)), []
     for index, batch in enumerate(batches):
-        batch = batch | picked(loss, PAIRED if is_paired else SINGLE)
+        batch = batch | select_loss(loss, PAIRED if is_paired else SINGLE)
         state, figures = steps.full_step(state, frozen, single.put_batch({name: x[None] for name, x in batch.items()}),
                                          single.put_scalars(step_scalars(GENTLE, index, 20)))
         losses.append(fetch_step_metrics(figures)["loss"])
     assert loss != "kto" or fetch_step_metrics(figures)["kl"] > 0
-    expected = losses_of_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
+    expected = train_on_torch(make_ref("llama", "causal", num_hidden_layers=1).torch, loss, batches)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert np.mean(losses[:4]) > np.mean(losses[-4:])  # they learn
+    assert np.mean(losses[:4]) > np.mean(losses[-4:])  # the loss falls
 
 
 def evaluate(task, trainable, frozen, batches):
@@ -328,33 +329,33 @@ def evaluate(task, trainable, frozen, batches):
     return task.eval_results("val", None)[0]
 
 
-def test_log_probs_are_those_of_peft_with_the_adapter_on_and_off(trained):
-    task, trainable, frozen = task_of(trained)
+def test_log_probs_equal_pefts_with_the_adapter_on_and_off(adapted_llama):
+    task, trainable, frozen = task_of(adapted_llama)
     assert COPIES not in frozen
-    batch = rows()
+    batch = make_rows()
     actual = jax.jit(task.predict)(merge(trainable, frozen), batch)
     ids, mask, labels = (torch.tensor(batch[name].reshape(-1, T)).long() for name in (
         "input_ids", "attention_mask", "labels"))
 
-    def log_probs():
+    def compute_log_probs():
         with torch.no_grad():
-            by_token = trained[0](input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+            by_token = adapted_llama[0](input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
         picked = by_token.gather(2, labels[:, 1:, None].clamp(min=0))[..., 0]
         return (picked * (labels[:, 1:] != IGNORED)).sum(1).reshape(B, 2).numpy()
 
-    assert actual["logps"] == pytest.approx(log_probs(), rel=1e-5)
-    with trained[0].disable_adapter():
-        assert actual["reference"] == pytest.approx(log_probs(), rel=1e-5)
+    assert actual["logps"] == pytest.approx(compute_log_probs(), rel=1e-5)
+    with adapted_llama[0].disable_adapter():
+        assert actual["reference"] == pytest.approx(compute_log_probs(), rel=1e-5)
     assert np.abs(actual["logps"] - actual["reference"]).mean() > 0.1
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_an_evaluation_does_not_depend_on_its_batches(loss):
-    task, trainable, frozen, _, _ = moved_bigram(Preference, loss)
-    all_rows = rows(METHODS[loss].is_paired)
+    task, trainable, frozen, _, _ = make_moved_bigram(Preference, loss)
+    all_rows = make_rows(METHODS[loss].is_paired)
     whole = evaluate(task, trainable, frozen, [all_rows])
-    parts = [padded({name: x[part] for name, x in all_rows.items()}, 5) for part in (slice(0, 5), slice(5, 8))]
-    assert evaluate(task, trainable, frozen, parts) == alike(whole)
+    parts = [pad_rows({name: x[part] for name, x in all_rows.items()}, 5) for part in (slice(0, 5), slice(5, 8))]
+    assert evaluate(task, trainable, frozen, parts) == within_rounding(whole)
     assert whole.keys() == {"loss", *task.metric_names}
     batch = {name: jnp.asarray(x) for name, x in all_rows.items()}
     params = merge(trainable, frozen)
@@ -362,20 +363,20 @@ def test_an_evaluation_does_not_depend_on_its_batches(loss):
         [task.survey(params, batch)] if task.survey else [])))(params)
     expected = {"loss": sums.total / sums.weight, **{name: total / weight for name, (total, weight) in
                                                      sums.metrics.items()}}
-    assert whole == alike({name: value.item() for name, value in expected.items()})
+    assert whole == within_rounding({name: value.item() for name, value in expected.items()})
 
 
-def test_initial_losses_have_their_closed_form():
+def test_initial_losses_equal_their_closed_form():
     for loss, expected in (("sigmoid", math.log(2)), ("ipo", 25.0), ("kto", 0.5), ("apo_zero_unpaired", 0.5)):
         task = Preference(pretrained="x", loss=loss, reference="copy", fast_kernels=False)
         trainable, frozen = task.adopt_network(network := Bigram(), network.params, {})
-        metrics = evaluate(task, trainable, frozen, [rows(METHODS[loss].is_paired)])
+        metrics = evaluate(task, trainable, frozen, [make_rows(METHODS[loss].is_paired)])
         assert metrics["loss"] == pytest.approx(expected, rel=1e-6) and metrics["rewards/chosen"] == 0
 
 
 def test_cached_log_probs_replace_the_reference():
-    task, trainable, frozen, _, _ = moved_bigram(Preference, "sigmoid")
-    params, batch = merge(trainable, frozen), rows()
+    task, trainable, frozen, _, _ = make_moved_bigram(Preference, "sigmoid")
+    params, batch = merge(trainable, frozen), make_rows()
     reference = np.asarray(jax.jit(task.predict)(params, batch)["reference"])
     measure = jax.jit(lambda params, batch: task.batch_loss(params, batch, True, False))
     live, cached = measure(params, batch), measure(trainable, batch | {"reference_logps": reference})
@@ -398,12 +399,12 @@ def test_only_the_recipe_turns_dropout_on(llama_folder, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto", "apo_zero_unpaired"])
-def test_passes_are_those_that_a_step_makes(trained, monkeypatch, loss):
+def test_passes_counts_the_forward_passes_of_a_step(adapted_llama, monkeypatch, loss):
     """Counted in tokens through the networks: in training, and for the reference and the baseline."""
-    task, trainable, frozen = task_of(trained, loss)
+    task, trainable, frozen = task_of(adapted_llama, loss)
     params, num_tokens, hidden = merge(trainable, frozen), {True: 0, False: 0}, Network.hidden
     num_answers = 1 if task.answers == "single" else 2
-    batch = {name: x[:, :num_answers] if x.ndim > 1 else x for name, x in rows(loss in PAIRED).items()}
+    batch = {name: x[:, :num_answers] if x.ndim > 1 else x for name, x in make_rows(loss in PAIRED).items()}
 
     def counting(network, params, batch, training=False):
         num_tokens[training] += batch["input_ids"].size

@@ -33,17 +33,17 @@ from tests.closeness import assert_as_close, gradients, in_both
 TASKS = {"causal": "CAUSAL_LM", "masked": None, "qa": "QUESTION_ANS", "sequence": "SEQ_CLS", "token": "TOKEN_CLS",
          "choice": None}
 
-BESIDE_EXPERTS = ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection",
-                  "per_layer_model_projection"]
+OTHER_LINEARS = ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection",
+                 "per_layer_model_projection"]
 
 
-def wrapped(ref, lora):
-    """Return PEFT's model with random adapters, and the JAX network with the same ones."""
+def add_random_adapter(ref, lora):
+    """Return PEFT's model with random adapters, the JAX network and its parameters with the same adapters."""
     targets = lora.targets
     if ref.config.model_type in WITH_EXPERTS and targets == "all-linear":
         # PEFT's own "all-linear" includes experts and routers, which have no adapters here.
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        targets += BESIDE_EXPERTS if ref.config.model_type == "gemma4_text" else []
+        targets += OTHER_LINEARS if ref.config.model_type == "gemma4_text" else []
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
                         modules_to_save=copy.copy(lora.modules_to_save),
                         target_parameters=copy.copy(lora.target_parameters), use_dora=lora.dora,
@@ -99,12 +99,12 @@ CASES = [
 ]
 EXPERT_CASES = [
     pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, modules_to_save=["mlp.gate", "experts"]),
-                 id="mixtral-causal-in-full", marks=pytest.mark.slow),
+                 id="mixtral-causal-full-experts", marks=pytest.mark.slow),
     pytest.param("mixtral", "causal", LoRA(rank=2, alpha=8, rslora=True, target_parameters=EXPERTS),
                  id="mixtral-causal-experts"),
     pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj"],
                                                modules_to_save=["router", "experts"]),
-                 id="gemma4_text-causal-in-full", marks=pytest.mark.slow),
+                 id="gemma4_text-causal-full-experts", marks=pytest.mark.slow),
     pytest.param("gemma4_text", "causal", LoRA(rank=2, alpha=8, targets=["q_proj", "router.proj"],
                                                target_parameters=["experts.gate_up_proj"]),
                  id="gemma4_text-causal-router", marks=pytest.mark.slow),
@@ -113,7 +113,7 @@ EXPERT_CASES = [
 
 
 def check_adapter(ref, lora, folder):
-    model, net, params = wrapped(ref, lora)
+    model, net, params = add_random_adapter(ref, lora)
     batch = ref.batch()
     trained, frozen = net.split(params)
 
@@ -121,43 +121,43 @@ def check_adapter(ref, lora, folder):
         logits = of_real(net.scores(merge(trained, frozen), batch), batch, ref.head)
         return jnp.tanh(logits).sum(), logits
 
-    def of_peft(model):
+    def run_peft(model):
         logits = of_real(logits_of(model, batch, ref.head), batch, ref.head)
         logits = logits.reshape(-1, 1) if ref.head == "choice" else logits
         return logits, gradients(model, logits.tanh().sum())
 
     (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
-    theirs, exact = in_both(of_peft, model)
+    expected, exact = in_both(run_peft, model)
     named = net.to_torch(grads)
     assert list(named) == [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-    for triple in zip((np.asarray(logits), named), theirs, exact, strict=True):
+    for triple in zip((np.asarray(logits), named), expected, exact, strict=True):
         assert_as_close(*triple, terms=1024)  # up to three layers, forward and backward
     frozen_names = {key for key, p in model.named_parameters() if not p.requires_grad and "original_module" not in key}
     # A trained copy of a tied weight leaves the weight itself under the other name.
     assert frozen_names <= set(net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
 
-    adapters.save_adapter(net, params, folder / "ours", base=str(ref.folder))
-    model.save_pretrained(folder / "theirs")
-    mine, peft = load_file(folder / "ours" / "adapter_model.safetensors"), load_file(
-        folder / "theirs" / "adapter_model.safetensors")
-    assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
-    again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), folder / "ours").eval()
-    assert torch.equal(logits_of(again, batch, ref.head), logits_of(model, batch, ref.head))
-    settings = adapters.adapter_settings(folder / "theirs", ref.net)
-    back = hub.network(ref.net.config, ref.head, lora=settings)
-    loaded = adapters.load_adapter(back, folder / "theirs")
+    adapters.save_adapter(net, params, folder / "jax", base=str(ref.folder))
+    model.save_pretrained(folder / "peft")
+    by_jax = load_file(folder / "jax" / "adapter_model.safetensors")
+    by_peft = load_file(folder / "peft" / "adapter_model.safetensors")
+    assert by_jax.keys() == by_peft.keys() and all(torch.equal(by_jax[key], by_peft[key]) for key in by_jax)
+    in_peft = PeftModel.from_pretrained(copy.deepcopy(ref.torch), folder / "jax").eval()
+    assert torch.equal(logits_of(in_peft, batch, ref.head), logits_of(model, batch, ref.head))
+    settings = adapters.adapter_settings(folder / "peft", ref.net)
+    reloaded = hub.network(ref.net.config, ref.head, lora=settings)
+    loaded = adapters.load_adapter(reloaded, folder / "peft")
     assert jax.tree.structure(loaded) == jax.tree.structure(trained)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(trained)))
 
 
 @pytest.mark.parametrize(("name", "head", "lora"), EXPERT_CASES + [
-    pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}") for number, case in enumerate(CASES)])
-def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, tmp_path):
-    """`test_jax_families.py` shows it for adapters on all linear layers in every family."""
+    pytest.param(*case, id=f"{case[0]}-{case[1]}-{index}") for index, case in enumerate(CASES)])
+def test_logits_gradients_names_and_folders_equal_pefts(make_ref, name, head, lora, tmp_path):
+    """`test_jax_families.py` checks adapters on all linear layers in every family."""
     check_adapter(make_ref(name, head), lora, tmp_path)
 
 
-def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
+def test_a_new_adapter_changes_nothing_and_is_initialised_as_in_peft(make_ref):
     ref = make_ref("llama", "causal")
     batch = ref.batch()
     for lora in (LoRA(rank=64), LoRA(rank=64, dora=True)):
@@ -168,17 +168,17 @@ def test_a_fresh_adapter_changes_nothing_and_starts_like_pefts(make_ref):
         peft = dict(get_peft_model(copy.deepcopy(ref.torch), LoraConfig(
             r=64, target_modules="all-linear", use_dora=lora.dora)).named_parameters())
         for key, value in net.to_torch(net.split(params)[0]).items():
-            theirs = peft[key].detach().numpy()
+            expected = peft[key].detach().numpy()
             if "lora_A" in key:
                 bound = 1 / np.sqrt(value.shape[1])
-                assert np.abs(value).max() <= bound and np.abs(theirs).max() <= bound
-                assert abs(value.std() / theirs.std() - 1) < 0.1 and abs(value.mean()) < 0.1 * bound
+                assert np.abs(value).max() <= bound and np.abs(expected).max() <= bound
+                assert abs(value.std() / expected.std() - 1) < 0.1 and abs(value.mean()) < 0.1 * bound
             else:
-                assert np.allclose(value, theirs, atol=1e-6), key
-        again, other = loading.load(net, str(ref.folder), seed=1), loading.load(net, str(ref.folder), seed=2)
+                assert np.allclose(value, expected, atol=1e-6), key
+        same_seed, other_seed = loading.load(net, str(ref.folder), seed=1), loading.load(net, str(ref.folder), seed=2)
         q = ("layers", "attn", "q", "lora_A")
-        assert np.array_equal(flatten(again)[q], flatten(params)[q])
-        assert not np.array_equal(flatten(other)[q], flatten(params)[q])
+        assert np.array_equal(flatten(same_seed)[q], flatten(params)[q])
+        assert not np.array_equal(flatten(other_seed)[q], flatten(params)[q])
         assert not np.array_equal(flatten(params)[q][0], flatten(params)[q][1])
 
 
@@ -188,12 +188,12 @@ def test_only_the_adapters_input_has_dropout(make_ref, dora):
     """Averaged over many masks, the adapter's output is that without dropout; the base's output never changes."""
     ref = make_ref("llama", "causal")
     plain = LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora)
-    _, net, params = wrapped(ref, plain)
+    _, net, params = add_random_adapter(ref, plain)
     dropped = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, alpha=16, targets=["q_proj"], dora=dora,
                                                               dropout=0.25))
     from jax_engine.models.linear import Linear
 
-    linear = {name: next(node for node in _linears(network) if node.path == "layers.attn.q")
+    linear = {name: next(node for node in list_linears(network) if node.path == "layers.attn.q")
               for name, network in (("plain", net), ("dropped", dropped))}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 24)), jnp.float32)
     weights = jax.tree.map(lambda leaf: leaf[0], params["layers"]["attn"]["q"])
@@ -219,7 +219,7 @@ def test_only_the_adapters_input_has_dropout(make_ref, dora):
                            x[0] @ weights["weight"].T, atol=1e-5)
 
 
-def _linears(network):
+def list_linears(network):
     from flax import nnx
 
     from jax_engine.models.architecture import LayerKind
@@ -230,7 +230,7 @@ def _linears(network):
     return [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
 
 
-def test_only_the_adapters_train(make_ref):
+def test_only_adapters_and_modules_to_save_train(make_ref):
     ref = make_ref("llama", "causal")
     net = hub.network(ref.net.config, "causal", lora=LoRA(rank=4, modules_to_save=["norm"]))
     params = loading.load(net, str(ref.folder))

@@ -28,8 +28,8 @@ from tests.finished_runs import TIMED, assert_same_run, rows
 TOKENS = [36, 5, 30]  # unordered, and in the batch
 
 
-def adapted(ref, lora: LoRA):
-    """The torch engine's model, and the JAX network with the same base; fresh adapters on both."""
+def add_adapters(ref, lora: LoRA):
+    """Return the torch engine's model, the JAX network and its parameters: the same base with new adapters."""
     net = hub.network(ref.net.config, ref.head, lora=lora, rows=adapters.trainable_rows(ref.net, lora, TOKENS))
     return (add_lora(copy.deepcopy(ref.torch), lora, TOKENS, torch.float32, TASKS[ref.head]).eval(), net,
             adapters.add_adapter(net, ref.params, 0))
@@ -48,19 +48,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "head", "lora", "indices"), CASES,
-                         ids=["untied", "tied", "qa", "head-in-full", "embedding-in-full", "both-in-full"])
-def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora, indices, tmp_path):
+                         ids=["untied", "tied", "qa", "full-head", "full-embedding", "full-both"])
+def test_logits_gradients_names_and_folders_equal_pefts(make_ref, name, head, lora, indices, tmp_path):
     ref = make_ref(name, head)
-    model, net, fresh = adapted(ref, lora)
+    model, net, fresh = add_adapters(ref, lora)
     batch = ref.batch()
     batch["input_ids"][0, :6] = TOKENS * 2
     real = batch["attention_mask"] > 0
     assert model.peft_config["default"].trainable_token_indices == indices
     names = {key: p for key, p in model.named_parameters() if p.requires_grad}
     trained, frozen = net.split(fresh)
-    started = net.to_torch(trained)
-    assert list(started) == list(names)  # in the order of checkpoints
-    assert all(np.array_equal(started[key], p.detach().numpy()) for key, p in names.items() if "qa_outputs" not in key)
+    initial = net.to_torch(trained)
+    assert list(initial) == list(names)  # in the order of checkpoints
+    assert all(np.array_equal(initial[key], p.detach().numpy()) for key, p in names.items() if "qa_outputs" not in key)
     torch.manual_seed(3)
     with torch.no_grad():
         for p in names.values():
@@ -72,11 +72,11 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
         logits = net.logits(params, net.hidden(params, batch))
         return jnp.where(real[..., None], jnp.tanh(logits), 0).sum(), logits
 
-    (_, ours), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
-    theirs = logits_of(model, batch)
-    theirs[torch.tensor(real)].tanh().sum().backward()
-    theirs = theirs.detach().numpy()
-    assert np.abs(np.asarray(ours) - theirs)[real].max() <= 1e-4 * np.abs(theirs).max()
+    (_, actual_logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
+    expected_logits = logits_of(model, batch)
+    expected_logits[torch.tensor(real)].tanh().sum().backward()
+    expected_logits = expected_logits.detach().numpy()
+    assert np.abs(np.asarray(actual_logits) - expected_logits)[real].max() <= 1e-4 * np.abs(expected_logits).max()
     largest = max(p.grad.abs().max().item() for p in names.values())
     for key, gradient in net.to_torch(grads).items():
         expected = names[key].grad.numpy()
@@ -84,23 +84,23 @@ def test_logits_gradients_names_and_folders_are_pefts(make_ref, name, head, lora
     assert {key for key in dict(model.named_parameters()) if "token_adapter.base_layer" in key} <= set(
         net.to_torch(frozen)) | {"base_model.model.transformer.wte.weight"}
 
-    adapters.save_adapter(net, merge(trained, frozen), tmp_path / "ours", base=str(ref.folder))
-    model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    mine, peft = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
-    assert mine.keys() == peft.keys() and all(torch.equal(mine[key], peft[key]) for key in mine)
-    settings = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs")]
+    adapters.save_adapter(net, merge(trained, frozen), tmp_path / "jax", base=str(ref.folder))
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    by_jax, by_peft = (load_file(tmp_path / writer / "adapter_model.safetensors") for writer in ("jax", "peft"))
+    assert by_jax.keys() == by_peft.keys() and all(torch.equal(by_jax[key], by_peft[key]) for key in by_jax)
+    settings = [json.loads((tmp_path / writer / "adapter_config.json").read_text()) for writer in ("jax", "peft")]
     assert settings[0]["trainable_token_indices"] == settings[1]["trainable_token_indices"] == indices
-    again = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "ours").eval()
-    assert torch.equal(logits_of(again, batch), logits_of(model, batch))
-    found = adapters.adapter_settings(tmp_path / "theirs", ref.net)
-    taken = adapters.adapter_rows(ref.net, found, tmp_path / "theirs")
-    back = hub.network(ref.net.config, head, lora=found, rows=taken)
-    loaded = flatten(adapters.load_adapter(back, tmp_path / "theirs"))
+    in_peft = PeftModel.from_pretrained(copy.deepcopy(ref.torch), tmp_path / "jax").eval()
+    assert torch.equal(logits_of(in_peft, batch), logits_of(model, batch))
+    read_lora = adapters.adapter_settings(tmp_path / "peft", ref.net)
+    read_rows = adapters.adapter_rows(ref.net, read_lora, tmp_path / "peft")
+    reloaded = hub.network(ref.net.config, head, lora=read_lora, rows=read_rows)
+    loaded = flatten(adapters.load_adapter(reloaded, tmp_path / "peft"))
     assert loaded.keys() == flatten(trained).keys()
     assert all(np.array_equal(leaf, flatten(trained)[path]) for path, leaf in loaded.items())
 
 
-def test_what_peft_cannot_train_is_refused_by_both_engines(make_ref):
+def test_both_engines_reject_new_tokens_that_peft_cannot_train(make_ref):
     for ref, lora, message in (
         (make_ref("bert", "masked"), LoRA(rank=2, targets=["query"]), "the output layer cls.predictions.* has a bias"),
         (make_ref("gpt2", "causal"), LoRA(rank=2, targets=["c_attn"], modules_to_save=["lm_head"]),
@@ -118,7 +118,7 @@ def test_what_peft_cannot_train_is_refused_by_both_engines(make_ref):
     ({"embed_tokens": [5], "lm_head": [40, 6]}, "an embedding for token 40"),
     ({"embed_tokens": [5], "q_proj": [6]}, "has trainable_token_indices: .*, which the JAX engine does not support"),
 ])
-def test_an_adapter_whose_rows_do_not_fit_is_refused(make_ref, indices, message, tmp_path):
+def test_an_adapter_with_unsupported_token_indices_is_rejected(make_ref, indices, message, tmp_path):
     ref, lora = make_ref("llama", "causal"), LoRA(rank=2, targets=["q_proj"])
     net = hub.network(ref.net.config, "causal", lora=lora)
     adapters.save_adapter(net, adapters.add_adapter(net, ref.params, 0), tmp_path)
@@ -131,8 +131,8 @@ def test_an_adapter_whose_rows_do_not_fit_is_refused(make_ref, indices, message,
             continue_adapter(copy.deepcopy(ref.torch), str(tmp_path), torch.float32)
 
 
-def test_rows_of_other_tables_and_of_one_alone_are_taken_up(make_ref, tmp_path):
-    """As PEFT reads them: names by their suffix, and two tied tables as one."""
+def test_token_indices_are_read_as_in_peft(make_ref, tmp_path):
+    """Tables are named by their suffix, two tied ones count as one, and a list means the embedding."""
     for name, indices, expected in (
         ("llama", {"lm_head": [7], "embed_tokens": [5, 6]}, {"lm_head": [7], "model.embed_tokens": [5, 6]}),
         ("llama", [5], {"model.embed_tokens": [5]}),
@@ -177,30 +177,30 @@ def changes(shared, tokenizer_folder):
 
 
 @pytest.fixture(params=["tied", "untied"])
-def both(request, finished, changes):
+def runs(request, finished, changes):
     """Return the finished runs of a recipe on torch and on JAX."""
     return tuple(finished(engine=engine, **changes(request.param)) for engine in ("torch", "jax"))
 
 
 @pytest.mark.slow
-def test_both_engines_train_the_same_rows(both):
-    on_torch, on_jax = both
+def test_both_engines_train_the_same_rows(runs):
+    on_torch, on_jax = runs
     for row, expected in zip(rows(on_jax), rows(on_torch), strict=True):
         assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
         assert row == pytest.approx(expected, rel=1e-4)
-    contents = [read_checkpoint(run.resolve("last")) for run in both]
+    contents = [read_checkpoint(run.resolve("last")) for run in runs]
     assert contents[0]["param_names"] == contents[1]["param_names"]
     weights, expected = (load_file(run.model / "adapter_model.safetensors") for run in (on_jax, on_torch))
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(weight, expected[key], rtol=1e-3, atol=2e-5)
-    settings = [json.loads((run.model / "adapter_config.json").read_text())["trainable_token_indices"] for run in both]
+    settings = [json.loads((run.model / "adapter_config.json").read_text())["trainable_token_indices"] for run in runs]
     tied = "base_model.model.lm_head.token_adapter.trainable_tokens_delta" not in weights
     assert settings == [NEW if tied else {"model.embed_tokens": NEW, "lm_head": NEW}] * 2
 
 
-def test_peft_and_merge_read_what_jax_leaves(both, changes, tmp_path):
-    _, run = both
+def test_peft_and_merge_read_the_adapter_that_jax_writes(runs, changes, tmp_path):
+    _, run = runs
     base = json.loads((run.model / "adapter_config.json").read_text())["base_model_name_or_path"]
     model = AutoModelForCausalLM.from_pretrained(base)
     before = model.get_input_embeddings().weight.detach().mean(0)
@@ -209,7 +209,7 @@ def test_peft_and_merge_read_what_jax_leaves(both, changes, tmp_path):
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         first, second = table.weight[NEW]
         assert all((row - before).abs().max() > 1e-3 for row in (first, second))
-        assert (first - second).abs().max() > 1e-3  # they started as the same
+        assert (first - second).abs().max() > 1e-3  # they started equal
     assert main(["merge", "--run", str(run.root), "--out", str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.get_input_embeddings().weight.shape[0] == 323
@@ -217,10 +217,10 @@ def test_peft_and_merge_read_what_jax_leaves(both, changes, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe, tmp_path):
-    """With the tokens from its folder. Metrics are those of the run that wrote it; answers are the same on both."""
+def test_each_engine_starts_from_the_others_adapter(runs, changes, recipe, tmp_path):
+    """With the tokens from its folder: metrics equal those of the run that wrote it, and answers are the same."""
     answers = []
-    for engine, run in zip(("jax", "torch"), both, strict=True):
+    for engine, run in zip(("jax", "torch"), runs, strict=True):
         base = json.loads((run.model / "adapter_config.json").read_text())["base_model_name_or_path"]
         fields = {"model__init_args__pretrained": base, "model__init_args__lora": None,
                   "model__init_args__adapter": str(run.model), "data__init_args__tokenizer": str(run.model),
@@ -238,9 +238,9 @@ def test_each_engine_starts_from_the_adapter_of_the_other(both, changes, recipe,
 
 @pytest.mark.slow
 def test_a_run_resumes_exactly(finished, changes):
-    straight, again = (finished(copy=copy, engine="jax", **changes("untied")) for copy in (None, "again"))
-    assert main(["fit", "--config", str(again.config), "--ckpt_path", "5", "--overwrite", "true"]) == 0
-    assert_same_run(straight, again)
+    straight, resumed = (finished(copy=copy, engine="jax", **changes("untied")) for copy in (None, "again"))
+    assert main(["fit", "--config", str(resumed.config), "--ckpt_path", "5", "--overwrite", "true"]) == 0
+    assert_same_run(straight, resumed)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ LAYOUTS = {
 }
 
 
-def batches(num_batches):
+def yield_batches(num_batches):
     """Yield micro-batches like a torch loader, of different lengths; the last one has too few rows."""
     random = np.random.default_rng(0)
     for index in range(num_batches):
@@ -61,7 +61,7 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
     steps = Steps(parallel, loss, build(SETTINGS, toy.decays(params)), Clipping(1.0))
     state, accumulation, losses = steps.new_state(parallel.put_state(params)), None, []
     groups = per_step // parallel.data_parallel_size * accumulate
-    prefetcher = Prefetcher(list(batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
+    prefetcher = Prefetcher(list(yield_batches(num_steps * per_step * accumulate)), parallel, B, pad_id=0)
     for count, group in enumerate(prefetcher, start=1):
         scalars = parallel.put_scalars(step_scalars(SETTINGS, len(losses), num_steps))
         if groups == 1:
@@ -75,7 +75,7 @@ def train(toy, parallel, accumulate, num_steps=NUM_STEPS, per_step=8):
     return losses, parallel.fetch_state(state)
 
 
-def test_muon_sees_whole_matrices_on_a_mesh():
+def test_muon_orthogonalises_whole_matrices_on_a_mesh():
     settings, toy = Optimizer(name="muon", lr=1e-2, weight_decay=0.1), Toy()
     random, params = np.random.default_rng(0), toy.init(jax.random.key(0))
     gradients = jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params)
@@ -93,17 +93,17 @@ def test_muon_sees_whole_matrices_on_a_mesh():
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Return runs on one device, by the number of micro-batches per step."""
+def single_device_runs():
+    """Return the losses and states of runs on one device, by the number of micro-batches per step."""
     return {count: train(Toy(), Replicas(jax.devices()[:1]), count // 8) for count in (8, 32)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "accumulate"), [*((layout, 4) for layout in LAYOUTS), ("replicas", 1),
                                                     ("all_three", 1)])
-def test_eight_devices_take_the_steps_of_one(toy, alone, layout, accumulate):
+def test_eight_devices_take_the_steps_of_one(toy, single_device_runs, layout, accumulate):
     parallel = LAYOUTS[layout]()
-    expected_losses, expected = alone[8 * accumulate]
+    expected_losses, expected = single_device_runs[8 * accumulate]
     losses, state = train(toy, parallel, accumulate)
     assert len(losses) == NUM_STEPS
     for actual, reference in zip(losses, expected_losses, strict=True):
@@ -115,7 +115,7 @@ def test_eight_devices_take_the_steps_of_one(toy, alone, layout, accumulate):
 
 
 @pytest.mark.parametrize("layout", ["replicas", "data_fsdp"])
-def test_one_compile_for_each_length(toy, layout):
+def test_each_length_compiles_one_program(toy, layout):
     traces = []
     for num_steps in (2, 6):
         toy.num_traces = 0
@@ -124,7 +124,7 @@ def test_one_compile_for_each_length(toy, layout):
     assert traces[0] == traces[1]
 
 
-def test_state_is_created_and_stays_sharded(toy):
+def test_state_is_created_sharded_and_stays_sharded(toy):
     parallel = ShardedMesh(data=2, fsdp=4)
     (params,) = parallel.compile(lambda key: (toy.init(key),), ("scalar",), ("state",))(jax.random.key(0))
     steps = Steps(parallel, None, build(SETTINGS, toy.decays(params)))
@@ -155,7 +155,7 @@ def test_host_arrays_come_back_bit_for_bit(toy, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_of_a_checkpoint_cover_each_array_once(layout, monkeypatch):
-    """The shards of a state that a process saves, also divided among copies, and layers of a stack."""
+    """Also where replicas divide a shard among themselves, and for single layers of a stack."""
     monkeypatch.setattr(checkpoint, "SMALL", 1)
     state = {"layers": {"a": {"weight": np.arange(96.0).reshape(3, 8, 4)}, "norm": {"weight": np.ones((3, 5))}},
              "count": np.array(3)}
@@ -164,8 +164,8 @@ def test_shards_of_a_checkpoint_cover_each_array_once(layout, monkeypatch):
 
     def assemble(shards: checkpoint.Shards) -> np.ndarray:
         array, times = np.zeros(shards.shape), np.zeros(shards.shape)
-        for begin, part in shards.parts:
-            index = tuple(slice(start, start + size) for start, size in zip(begin, part.shape))
+        for offsets, part in shards.parts:
+            index = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape))
             array[index], times[index] = part, times[index] + 1
         assert (times == 1).all()
         return array
@@ -196,7 +196,7 @@ def test_indivisible_dimensions_are_not_sharded_and_reported_once(capsys):
 
 @pytest.mark.parametrize("sizes", [{"data": 3}, {"data": 2, "fsdp": 2}, {"data": 16}, {"data": -1}, {"tensor": 0},
                                    {"fsdp": 16}])
-def test_wrong_mesh_sizes(sizes):
+def test_wrong_mesh_sizes_are_errors(sizes):
     with pytest.raises(UserError, match="mesh sizes.*(8|-1 for all)"):
         ShardedMesh(**sizes)
 
@@ -209,15 +209,15 @@ def train_two_meshes() -> None:
 
 @pytest.mark.slow
 def test_no_array_is_rebuilt_in_full():
-    """XLA logs 'Involuntary full rematerialization' if a layout forces it, while it compiles.
+    """XLA logs 'Involuntary full rematerialization' while it compiles, if a layout forces it.
 
-    So the process must not use cached programs, and is a separate interpreter, as the log level is set at import.
+    So the process must not use cached programs. It is a separate interpreter because the log level is set at import.
     """
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_parallel; test_parallel.train_two_meshes()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={
         **os.environ, "TF_CPP_MIN_LOG_LEVEL": "0", "JAX_ENABLE_COMPILATION_CACHE": "0"})
-    assert "trained" in done.stdout, done.stderr
-    assert "rematerialization" not in done.stderr
+    assert "trained" in process.stdout, process.stderr
+    assert "rematerialization" not in process.stderr
 
 
 def train_in_two_processes() -> None:
@@ -242,8 +242,7 @@ def test_two_processes_take_the_steps_of_one(toy):
             assert np.abs(np.array(table) - expected["trainable"]["embed"]["tokens"]["weight"][:8]).max() <= 1e-4
 
 
-def test_a_step_leaves_no_values_behind_on_the_host(toy):
-    """There are no implicit transfers between host and devices."""
+def test_a_step_makes_no_implicit_transfers(toy):
     parallel = Replicas()
     step = parallel.compile(lambda s, b, x: (jax.tree.map(lambda w: w + parallel.sum(b["x"].sum()) * x["lr"], s),),
                             ("state", "batch", "scalar"), ("state",))
@@ -255,7 +254,7 @@ def test_a_step_leaves_no_values_behind_on_the_host(toy):
     assert jnp.float32 == state["w"].dtype
 
 
-def test_a_mesh_follows_the_links_of_a_slice():
+def test_a_mesh_follows_the_links_between_chips_of_a_slice():
     """On a v5p slice of 4 x 4 x 4 chips, which JAX lists host by host, 2 x 2 chips each."""
     slice_ = [SimpleNamespace(platform="tpu", device_kind="TPU v5", coords=[2 * x + i, 2 * y + j, z], core_on_chip=0)
               for z, y, x, j, i in product(range(4), range(2), range(2), range(2), range(2))]

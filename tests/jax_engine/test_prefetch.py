@@ -46,30 +46,30 @@ class RecordingRows(Rows):
 KEYS = ("input_ids", "labels", "segment_ids", "position_ids")
 
 
-def collate(keys=KEYS):
+def make_collator(keys=KEYS):
     return Collator(keys, PAD, 2, 16)
 
 
-def training_loader():
+def make_training_loader():
     def order_of(epoch, rule):
         return training_order(LENGTHS, B, [7, epoch], rule)
 
-    return StatefulLoader(Rows(), order_of, collate(), Shard(), B, Widths(LENGTHS, collate().padded))
+    return StatefulLoader(Rows(), order_of, make_collator(), Shard(), B, Widths(LENGTHS, make_collator().padded))
 
 
-def four():
+def make_replicas():
     return Replicas(jax.devices()[:4])
 
 
-def plain(loader):
+def to_arrays(loader):
     return [{name: tensor.numpy() for name, tensor in batch.items()} for batch in loader]
 
 
-@pytest.mark.parametrize("parallel", [four, lambda: ShardedMesh(devices=jax.devices()[:4]),
+@pytest.mark.parametrize("parallel", [make_replicas, lambda: ShardedMesh(devices=jax.devices()[:4]),
                                       lambda: Replicas(jax.devices()[:1])])
 def test_every_rank_gets_the_next_micro_batch(parallel):
     parallel = parallel()
-    expected, groups = plain(training_loader()), list(Prefetcher(training_loader(), parallel, B, PAD))
+    expected, groups = to_arrays(make_training_loader()), list(Prefetcher(make_training_loader(), parallel, B, PAD))
     count = parallel.data_parallel_size
     assert [group.num_batches for group in groups] == [min(count, 6 - start) for start in range(0, 6, count)]
     for index, group in enumerate(groups):
@@ -92,35 +92,35 @@ def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
                                put_batch=lambda batch: batch)
     rows = RecordingRows()
 
-    def groups(shard, read):
+    def prefetch(shard, read):
         def order_of(epoch, rule):
             return training_order(LENGTHS, B, [7, epoch], rule).shifted(epoch * len(LENGTHS))
 
-        loader = StatefulLoader(read, order_of, collate(), shard, B, Widths(LENGTHS, collate().padded))
+        loader = StatefulLoader(read, order_of, make_collator(), shard, B, Widths(LENGTHS, make_collator().padded))
         loader.load_state_dict({"epoch": 2, "rows": skipped * B, "batch_size": B, "num_rows": len(LENGTHS)})
         return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
 
-    expected, actual = groups(Shard(), Rows()), groups(Shard(fed=(local_ranks, 4)), rows)
+    expected, actual = prefetch(Shard(), Rows()), prefetch(Shard(fed=(local_ranks, 4)), rows)
     for group, other in zip(expected, actual, strict=True):
         assert group.num_batches == other.num_batches and group.position == other.position
         assert group.host.keys() == other.host.keys()
         assert all(np.array_equal(group.host[name], x) for name, x in other.host.items())
     fed = [batch for index, batch in enumerate(range(skipped, 6)) if index % 4 in local_ranks]
-    # Of the last group, if none of its micro-batches is for this process.
+    # An example for the last group, if none of its micro-batches is for this process.
     reads_example = min(local_ranks) >= (6 - skipped) % 4
     assert len(rows.read) <= B * (len(fed) + reads_example) and len(rows.read) < len(LENGTHS) - 2
 
 
 def test_wrong_lengths_of_rows_are_an_error():
-    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(), Shard(fed=((0,), 2)),
-                              Widths(LENGTHS - 2, collate().padded))
+    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), make_collator(), Shard(fed=((0,), 2)),
+                              Widths(LENGTHS - 2, make_collator().padded))
     with pytest.raises(RuntimeError, match="padded to .* tokens, but its lengths give"):
         list(loader)
 
 
 def test_padding_carries_no_weight():
-    last = list(Prefetcher(training_loader(), four(), B, PAD))[-1].host  # 11 rows: the last has one
-    real = sum(int((batch["labels"] != -100).any(1).sum()) for batch in plain(training_loader())[4:])
+    last = list(Prefetcher(make_training_loader(), make_replicas(), B, PAD))[-1].host  # 11 rows: the last has one
+    real = sum(int((batch["labels"] != -100).any(1).sum()) for batch in to_arrays(make_training_loader())[4:])
     assert real == (last["labels"] != -100).any(2).sum() < last["labels"].shape[0] * B
     empty = (last["labels"] == -100).all(2)
     assert (last["input_ids"][empty] == PAD).all() and (last["attention_mask"][empty].sum(1) == 1).all()
@@ -128,10 +128,10 @@ def test_padding_carries_no_weight():
     assert (last["attention_mask"].sum(2) >= 1).all()
 
 
-def test_answer_spans():
+def test_padding_rows_have_index_minus_one_and_no_answer_span():
     keys = ("input_ids", "index", "start_positions", "end_positions")
-    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate(keys), Shard())
-    groups = list(Prefetcher(loader, four(), B, PAD))
+    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), make_collator(keys), Shard())
+    groups = list(Prefetcher(loader, make_replicas(), B, PAD))
     assert all(group.position is None for group in groups)
     index = np.concatenate([group.host["index"].ravel() for group in groups])
     assert sorted(index[index >= 0]) == list(range(11)) and (index == -1).sum() == 16 - 11
@@ -142,15 +142,15 @@ def test_answer_spans():
 
 
 def test_a_resumed_pass_continues_with_the_same_groups():
-    groups = list(Prefetcher(training_loader(), four(), B, PAD))
-    resumed = training_loader()
+    groups = list(Prefetcher(make_training_loader(), make_replicas(), B, PAD))
+    resumed = make_training_loader()
     resumed.load_state_dict(groups[0].position)
-    (group,) = Prefetcher(resumed, four(), B, PAD)
+    (group,) = Prefetcher(resumed, make_replicas(), B, PAD)
     assert all(np.array_equal(group.host[name], x) for name, x in groups[1].host.items())
 
 
-def test_the_position_is_that_of_the_group_and_not_of_rows_read_ahead():
-    loader, read_ahead = training_loader(), threading.Event()
+def test_the_position_of_a_group_excludes_rows_read_ahead():
+    loader, read_ahead = make_training_loader(), threading.Event()
     position = loader.state_dict
 
     def state_dict():
@@ -168,43 +168,43 @@ def test_the_position_is_that_of_the_group_and_not_of_rows_read_ahead():
 
 
 def test_an_error_in_the_loader_reaches_the_consumer():
-    def broken():
+    def fail_after_one_batch():
         yield {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         raise ValueError("row 17")
 
     received = []
     with pytest.raises(ValueError, match="row 17"):
-        for group in Prefetcher(broken(), Replicas(jax.devices()[:1]), B, PAD):
+        for group in Prefetcher(fail_after_one_batch(), Replicas(jax.devices()[:1]), B, PAD):
             received.append(group)
-    assert len(received) == 1 and not prefetchers_alive()
+    assert len(received) == 1 and not list_prefetch_threads()
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_closing_ends_the_thread(num_read):
-    def endless():
+    def yield_forever():
         while True:
             yield {"input_ids": torch.ones(1, 3, dtype=torch.long)}
 
-    with Prefetcher(endless(), Replicas(jax.devices()[:1]), B, PAD) as prefetcher:
+    with Prefetcher(yield_forever(), Replicas(jax.devices()[:1]), B, PAD) as prefetcher:
         iterator = iter(prefetcher)
         for _ in range(num_read):
             next(iterator)
-    assert not prefetchers_alive()
+    assert not list_prefetch_threads()
 
 
 def test_leaving_a_loop_ends_the_thread():
-    for _ in Prefetcher(training_loader(), four(), B, PAD):
+    for _ in Prefetcher(make_training_loader(), make_replicas(), B, PAD):
         break
-    assert not prefetchers_alive()
+    assert not list_prefetch_threads()
 
 
-def prefetchers_alive():
+def list_prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(512, 32), (16, 16), (None, 10)])
-def test_few_lengths_are_compiled(max_length, length):
-    groups = list(Prefetcher(training_loader(), four(), B, PAD, max_length=max_length))
+def test_lengths_are_rounded_up_to_few_values(max_length, length):
+    groups = list(Prefetcher(make_training_loader(), make_replicas(), B, PAD, max_length=max_length))
     assert max(group.host["input_ids"].shape[2] for group in groups) == length
     assert len({round_up(n) for n in range(1, 4097)}) <= 36 and all(n <= round_up(n) for n in range(1, 4097))
     assert all(round_up(n) <= 1.25 * n for n in range(128, 4097))
@@ -226,12 +226,13 @@ def test_the_chosen_lengths_minimise_the_cost(is_fine, cost):
         assert len(chosen) <= max_lengths and set(chosen) <= set(sizes) and total(chosen) == min(map(total, others))
 
 
-@pytest.mark.parametrize(("lengths", "padded"), [((11, 20), 11), ((1,), 32)], ids=["next", "longer than any seen"])
+@pytest.mark.parametrize(("lengths", "padded"), [((11, 20), 11), ((1,), 32)], ids=["next", "longer than all chosen"])
 def test_batches_are_padded_to_the_next_chosen_length(lengths, padded):
-    groups = Prefetcher(training_loader(), four(), B, PAD, max_length=512, lengths=lengths)
+    groups = Prefetcher(make_training_loader(), make_replicas(), B, PAD, max_length=512, lengths=lengths)
     assert {group.host["input_ids"].shape[2] for group in groups} == {padded}
 
 
-def test_a_loader_knows_its_lengths():
-    loader = training_loader()
-    assert loader.lengths() == [*(batch["input_ids"].shape[1] for batch in loader), collate().padded(max(LENGTHS))]
+def test_a_loader_reports_the_lengths_of_its_batches():
+    loader = make_training_loader()
+    lengths = [batch["input_ids"].shape[1] for batch in loader]
+    assert loader.lengths() == [*lengths, make_collator().padded(max(LENGTHS))]
