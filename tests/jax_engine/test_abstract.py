@@ -48,10 +48,10 @@ CASES = {
     "new-tokens": ("llama", "causal", CLM, {}, "32-true", VOCAB + 3),
     "lora": ("llama", "causal", CLM, {"lora": LORA}, "bf16-mixed", VOCAB + 2),
     "nf4": ("llama", "causal", CLM, {"lora": LORA, "quantize": "nf4"}, "bf16-mixed", VOCAB),
-    "fp4-once": ("gpt2", "causal", CLM, {"lora": LORA, "quantize": "fp4", "double_quant": False}, "bf16-mixed", VOCAB),
+    "fp4-plain": ("gpt2", "causal", CLM, {"lora": LORA, "quantize": "fp4", "double_quant": False}, "bf16-mixed", VOCAB),
     "int8-dora": ("llama", "causal", CLM, {"lora": LoRA(rank=4, alpha=8, dora=True), "quantize": "int8"}, "bf16-true",
                   VOCAB),
-    "tied-head-in-full": ("gpt2", "causal", CLM, {"lora": LoRA(rank=4, alpha=8, targets=["c_attn"],
+    "tied-full-head": ("gpt2", "causal", CLM, {"lora": LoRA(rank=4, alpha=8, targets=["c_attn"],
                                                               modules_to_save=["lm_head"])}, "bf16-mixed", VOCAB),
     "masked": ("bert", "masked", MLM, {"lora": LORA, "quantize": "nf4"}, "32-true", VOCAB),
     "spans": ("bert", "qa", QA, {"lora": LORA}, "bf16-mixed", VOCAB),
@@ -66,7 +66,7 @@ def describe(tree) -> dict:
             for path, leaf in flatten(tree).items()}
 
 
-QUICK = ("full", "nf4", "tied-head-in-full", "copy")
+QUICK = ("full", "nf4", "tied-full-head", "copy")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
@@ -82,7 +82,7 @@ def test_an_abstract_network_has_the_shapes_of_the_real_one(make_ref, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
-def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, double, tmp_path):
+def test_a_4_bit_folder_is_described_by_its_configuration(make_ref, double, tmp_path):
     ref = make_ref("llama", "causal")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
     type(ref.torch).from_pretrained(ref.folder, quantization_config=config).save_pretrained(tmp_path)
@@ -91,24 +91,24 @@ def test_a_folder_in_four_bits_is_outlined_from_its_configuration(make_ref, doub
     assert [describe(part) for part in real] == [describe(part) for part in abstract]
 
 
-WAYS = {"replicas": Replicas, "mesh": lambda devices, on=None: ShardedMesh(2, 2, 2, devices=devices, on=on)}
+LAYOUTS = {"replicas": Replicas, "mesh": lambda devices, on=None: ShardedMesh(2, 2, 2, devices=devices, on=on)}
 
 
-@pytest.mark.parametrize(("way", "name"), [
+@pytest.mark.parametrize(("layout", "name"), [
     pytest.param("replicas", "v5e-8", marks=pytest.mark.slow), ("mesh", "8xH100")])
-def test_steps_are_lowered_for_other_devices(toy, way, name):
-    """With the same memory as the step on present devices, and as a program of the target."""
+def test_steps_are_lowered_for_devices_that_are_not_present(toy, layout, name):
+    """With the same memory as the step on present devices, as a program for the target."""
     devices = jax.devices()[:8]
-    real = lower_step(toy, WAYS[way](devices), "real")
-    remote = lower_step(toy, WAYS[way](devices, target_named(name)), "abstract")
+    real = lower_step(toy, LAYOUTS[layout](devices), "real")
+    remote = lower_step(toy, LAYOUTS[layout](devices, target_named(name)), "abstract")
     assert remote.as_text().count("num_partitions = 8") == 1
-    simulated = lower_step(toy, WAYS[way](devices, target_named("8xcpu")), "abstract").compile().memory_analysis()
+    simulated = lower_step(toy, LAYOUTS[layout](devices, target_named("8xcpu")), "abstract").compile().memory_analysis()
     real = real.compile().memory_analysis()
     assert (real.argument_size_in_bytes, real.temp_size_in_bytes) == (simulated.argument_size_in_bytes,
                                                                       simulated.temp_size_in_bytes)
 
 
-def toy_steps(toy, parallel):
+def make_toy_steps(toy, parallel):
     """Return steps of a toy network, its parameters, and the scalars of a step."""
     def loss(params, rows, training, count_correct):
         return token_loss(toy.hidden(params, rows, training), shift_labels(rows["labels"]),
@@ -127,7 +127,7 @@ def rows_of(parallel, length: int) -> dict[str, np.ndarray]:
 
 def lower_step(toy, parallel, kind: str):
     """Lower the step of a toy network, with or without arrays."""
-    steps, params, scalars = toy_steps(toy, parallel)
+    steps, params, scalars = make_toy_steps(toy, parallel)
     batch = rows_of(parallel, 8)
     if kind == "real":
         state = steps.new_state(parallel.put_state(params))
@@ -137,9 +137,9 @@ def lower_step(toy, parallel, kind: str):
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
-    """For the same step, with a run's state on the devices and without; shorter rows count at full length."""
-    parallel, length = WAYS["mesh"](jax.devices()[:8]), 8
-    steps, params, scalars = toy_steps(toy, parallel)
+    """For the same step, with and without state on the devices; shorter rows count at full length."""
+    parallel, length = LAYOUTS["mesh"](jax.devices()[:8]), 8
+    steps, params, scalars = make_toy_steps(toy, parallel)
     short, full = rows_of(parallel, length // 2), rows_of(parallel, length)
     planned, _ = compile_step(steps.lower_shapes(params, {}, full, scalars, accumulates), {}, 1.0)
     measured = step_memory(steps, steps.new_state(parallel.put_state(params)), {}, parallel.put_batch(short),
@@ -152,7 +152,7 @@ def test_a_run_and_a_plan_give_the_same_memory(toy, accumulates):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accumulates, monkeypatch):
+def test_the_gap_at_the_start_of_a_run_is_the_memory_without_placed_arrays(make_ref, accumulates, monkeypatch):
     """On a GPU, after parameters, AdamW's moments in their dtype, and gradients summed in float32."""
     monkeypatch.delenv(PREALLOCATE, raising=False)  # `inspect --parity` sets it for its process
     task = CLM(pretrained=str(make_ref("llama", "causal").folder), lora=LORA)
@@ -163,24 +163,24 @@ def test_the_start_of_a_run_leaves_a_gap_for_what_a_step_computes(make_ref, accu
     trained = sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
     placed = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen))) + (4 if accumulates else 2) * trained
     assert on_gpu.needed - on_gpu.block == pytest.approx(placed, abs=50) and on_gpu.parts["activations"] < on_gpu.block
-    padding = 256 * 6 * len(jax.tree.leaves((trainable, frozen)))  # of arrays
+    padding = 256 * 6 * len(jax.tree.leaves((trainable, frozen)))  # arrays are padded
     assert on_gpu.available - on_gpu.gap == pytest.approx(placed, abs=padding) and not on_gpu.is_tight
     assert math.isinf(on_tpu.gap)
 
 
-@pytest.mark.parametrize(("on", "precision"), [
+@pytest.mark.parametrize(("target", "precision"), [
     ("cpu", "bf16-true"), ("cpu", "bf16-mixed"), ("cpu", "32-true"), ("H100", "bf16-true"), ("H100", "bf16-mixed")])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("key_value_heads", [4, 1])
-def test_kept_activations_are_counted_at_the_start_of_a_run(make_ref, monkeypatch, on, key_value_heads, lora,
-                                                            precision):
-    """For the backward pass. In addition, attention keeps a number per head, and an adapter its inner features."""
+def test_stored_activations_are_counted_at_the_start_of_a_run(make_ref, monkeypatch, target, key_value_heads, lora,
+                                                              precision):
+    """For the backward pass, with a value per head from attention, and an adapter's inner features."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     num_layers, heads, length = 3, 4, 34
     ref = make_ref("llama", "causal", num_hidden_layers=num_layers, head_dim=8, num_attention_heads=heads,
                    num_key_value_heads=key_value_heads)
     task = CLM(pretrained=str(ref.folder), lora=lora)
-    trainable, frozen = task.build(precision, data_of(), 0, abstract=True, on=target_named(on))
+    trainable, frozen = task.build(precision, data_of(), 0, abstract=True, on=target_named(target))
     rows = {name: jnp.ones((1, length), jnp.int32) for name in ("input_ids", "attention_mask", "labels", "token_seeds")}
 
     def backward(trainable, frozen):
@@ -189,7 +189,7 @@ def test_kept_activations_are_counted_at_the_start_of_a_run(make_ref, monkeypatc
     residuals = [x for x in jax.tree.leaves(jax.eval_shape(backward, trainable, frozen))
                  if x.shape[:1] == (num_layers,) and length in x.shape]
     size = 4 if precision == "32-true" else 2
-    step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", on != "cpu",
+    step = Step(1, "adamw", False, size, 2 if precision == "bf16-true" else 4, "scanned", target != "cpu",
                 in_full=lora is None)
     others = 4 * heads + (7 * lora.rank * size if lora else 0)
     bytes_per_token = step.kept_in_block(widths_of(task.network.config)) + others
@@ -211,12 +211,12 @@ LOWERED = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "clm" else pytest.mark.slow)
                                   for case in LOWERED])
 def test_steps_of_every_task_are_lowered_for_gpus_and_tpus(make_ref, monkeypatch, case):
-    """On a mesh, in 16 bits, with the fused kernel where a GPU has it."""
-    for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():  # of no device here
-        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
-    name, head, changes, task_class, fields, on, is_fused = LOWERED[case]
+    """On a mesh, in 16 bits, with the fused kernel where the GPU supports it."""
+    for name, result in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():  # no device here
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, result=result: result)
+    name, head, changes, task_class, fields, device, is_fused = LOWERED[case]
     folder = make_ref(name, head, **changes).folder
-    target = target_named(on)
+    target = target_named(device)
     task = task_class(pretrained=str(folder), **fields)
     trainable, frozen = task.build("bf16-mixed", data_of(), 0, abstract=True, on=target)
     steps = Steps(ShardedMesh(2, 4, devices=jax.devices()[:8], on=target), task.batch_loss,

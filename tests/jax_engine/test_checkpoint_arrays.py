@@ -60,7 +60,7 @@ def save(toy, parallel, state, settings, folder, step=2):
 
 
 @pytest.mark.parametrize("settings", RULES, ids=lambda s: f"{s.name}-{s.momentum}")
-def test_bits_return_on_other_devices(toy, tmp_path, settings):
+def test_a_checkpoint_restores_the_same_bits_on_other_devices(toy, tmp_path, settings):
     before, after = ShardedMesh(data=2, fsdp=4), Replicas(jax.devices()[:2])
     _, state = train_steps(toy, before, settings)
     save(toy, before, state, settings, tmp_path / "step=2")
@@ -74,19 +74,19 @@ def test_bits_return_on_other_devices(toy, tmp_path, settings):
     assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
 
 
-def test_devices_read_their_own_parts_of_a_checkpoint(toy, tmp_path, monkeypatch):
+def test_devices_read_only_their_shards_of_a_checkpoint(toy, tmp_path, monkeypatch):
     """Three processes write some rows of every array; eight shards read each value once."""
     mesh, read_sizes = ShardedMesh(fsdp=8), []
     _, state = train_steps(toy, mesh, RULES[0])
     whole, folder = mesh.fetch_state(state), tmp_path / "c"
 
     def shards_of(rank):
-        def rows(leaf):
+        def shard(leaf):
             if not isinstance(leaf, np.ndarray) or not leaf.ndim:
                 return leaf
             first, last = (len(leaf) * index // 3 for index in (rank, rank + 1))
             return Shards(leaf.shape, (((first, *[0] * (leaf.ndim - 1)), leaf[first:last]),))
-        return {**jax.tree.map(rows, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
+        return {**jax.tree.map(shard, pack(whole, RULES[0], 2, 9, toy.to_torch)), "global_step": 2}
 
     create_folder(folder)
     for rank in (2, 1, 0):
@@ -135,7 +135,7 @@ def test_torch_resumes_where_jax_stopped_and_back(toy, tmp_path, settings):
         assert np.abs(on_jax - p.detach().numpy()).max() <= 1e-6 * p.abs().max().item(), name
 
 
-def test_groups_of_torch(toy):
+def test_packed_optimiser_groups_have_torchs_layout(toy):
     single = Replicas(jax.devices()[:1])
     content = pack(single.fetch_state(train_steps(toy, single, RULES[0])[1]), RULES[0], 2, 9, toy.to_torch)
     (optimizer,) = content["optimizer_states"]

@@ -18,7 +18,7 @@ from hf_reference import AUTO, NUM_LABELS, HFReference, labels_of, of_real, our_
 from test_first_parameters import SIZES, assert_same_values, build_model, make_config
 from test_generate import EOS, generate_on_torch, prompts_of
 from test_lora import check_adapter
-from test_quant import assert_logits_equal_torchs, quantised_torch, stacked_experts
+from test_quant import assert_logits_equal_torchs, quantise_on_torch, stacked_experts
 from tested import PAIRS, QUICK, TESTED
 from transformers.pytorch_utils import Conv1D
 
@@ -236,7 +236,7 @@ def check_dropout_and_noise_on_embeddings(ref: HFReference, _: Path) -> None:
 
 
 def check_the_same_layers_are_quantised(ref: HFReference, _: Path) -> None:
-    model = quantised_torch(ref.folder, ref.head, "nf4")
+    model = quantise_on_torch(ref.folder, ref.head, "nf4")
     leaves = flatten(loading.load(ref.net, str(ref.folder), quantize="nf4"))
     expected = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     expected |= set(stacked_experts(model))

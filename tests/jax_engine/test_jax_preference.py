@@ -40,7 +40,7 @@ SMOOTHED = {"exo_pair": {"label_smoothing": 0.01}, "robust": {"label_smoothing":
 
 
 def make_rows(paired=True, seed=0):
-    """Return pairs, or answers with those to other prompts, of different lengths and weights; only answers have labels."""
+    """Return pairs, or answers and those to other prompts, of different lengths and weights; prompts have no labels."""
     random = np.random.default_rng(seed)
     ids = random.integers(4, 37, (B, 2, T))
     lengths, prompts = random.integers(5, T + 1, (B, 2, 1)), random.integers(1, 4, (B, 1, 1))

@@ -83,7 +83,7 @@ NO_TYPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", NO_TYPES)
-def test_models_without_token_types_take_a_tokenizer_that_offers_them(qa, bert_folder, tmp_path, model_type):  # noqa: F811
+def test_models_without_token_types_accept_a_tokenizer_that_has_them(qa, bert_folder, tmp_path, model_type):  # noqa: F811
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
     assert tokenizer.backend_tokenizer.encode("a", "b").type_ids == [0, 0, 0, 1, 1]
     torch.manual_seed(0)
@@ -100,23 +100,23 @@ def test_models_without_token_types_take_a_tokenizer_that_offers_them(qa, bert_f
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 4
 
 
-@pytest.mark.parametrize(("fields", "tells"), [
+@pytest.mark.parametrize(("fields", "has_types"), [
     ({"model_type": "bert"}, True), ({"model_type": "albert"}, True), ({"model_type": "electra"}, True),
     ({"model_type": "roberta", "type_vocab_size": 1}, False), ({"model_type": "distilbert"}, False),
     ({"model_type": "distilbert", "type_vocab_size": 2}, False), ({"model_type": "gpt2"}, False),
     ({"model_type": "deberta-v2"}, False), ({"model_type": "deberta-v2", "type_vocab_size": 2}, True),
-    ({"model_type": "code of its own"}, True),
+    ({"model_type": "custom code"}, True),
 ])
-def test_what_a_configuration_says_of_token_types(fields, tells):
-    assert tells_token_types(fields) is tells
+def test_a_configuration_shows_whether_a_model_has_token_types(fields, has_types):
+    assert tells_token_types(fields) is has_types
 
 
-def test_arithmetic_counts_no_output_layer(make_ref):
+def test_flops_exclude_the_output_layer(make_ref):
     """The head for spans uses no token table, tied or not."""
     ref = make_ref("bert", "qa")
     task = QA(pretrained=str(ref.folder))
     task.network = ref.net
     sizes = {name: parameter.numel() for name, parameter in ref.torch.named_parameters()}
-    for_step = 6 * sum(sizes.values()) - 6 * sizes["bert.embeddings.word_embeddings.weight"]
+    expected = 6 * sum(sizes.values()) - 6 * sizes["bert.embeddings.word_embeddings.weight"]
     assert ref.config.tie_word_embeddings
-    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step
+    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == expected

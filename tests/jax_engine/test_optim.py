@@ -32,8 +32,8 @@ RULES = {
 }
 
 
-def layers(name, array):
-    """Return torch's parameters for a parameter on JAX."""
+def split_layers(name, array):
+    """Return torch's parameters of a parameter on JAX."""
     return list(array) if name.startswith("stack") or name == "layers" else [array]
 
 
@@ -41,26 +41,27 @@ def run_torch(settings, params, gradients):
     """Return the parameters after all steps, and the learning rate of each step."""
     named = [(f"layers.{i}.weight" if name == "layers" else f"{name}_{i}",
               torch.nn.Parameter(torch.tensor(part, dtype=torch.float32)))
-             for name, p in params.items() for i, part in enumerate(layers(name, p))]
+             for name, p in params.items() for i, part in enumerate(split_layers(name, p))]
     optimizer = build_optimizer(named, settings)
     schedule = build_schedule(optimizer, settings, NUM_STEPS)
     rates = []
     for step in range(NUM_STEPS):
-        parts = [part for name in params for part in layers(name, gradients[step][name])]
+        parts = [part for name in params for part in split_layers(name, gradients[step][name])]
         for (_, p), part in zip(named, parts, strict=True):
             p.grad = torch.tensor(part, dtype=torch.float32)
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     values = iter(p.detach().numpy() for _, p in named)
-    moved = {name: np.stack([next(values) for _ in layers(name, p)]).reshape(p.shape) for name, p in params.items()}
+    moved = {name: np.stack([next(values) for _ in split_layers(name, p)]).reshape(p.shape)
+             for name, p in params.items()}
     return moved, rates
 
 
 def make_params_and_gradients():
     random = np.random.default_rng(0)
     params = {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-    # Layers have very different gradients, so that shared statistics would show.
+    # Layers have very different gradients, to reveal shared statistics.
     scale = {name: 10.0 ** np.arange(-1, 2).reshape(3, *[1] * (len(s) - 1)) if name.startswith("stack") else 1.0
              for name, s in SHAPES.items()}
     gradients = [{name: (scale[name] * random.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
@@ -69,19 +70,19 @@ def make_params_and_gradients():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_fifty_steps_are_those_of_the_torch_engine(rule):
+def test_fifty_steps_equal_the_torch_engines(rule):
     check_steps(RULES[rule], *make_params_and_gradients(), DECAYS)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr": "original", "ns_steps": 3}], ids=str)
 @pytest.mark.parametrize("shape", [(3, 6, 4), (2, 4, 9)], ids=str)
-def test_fifty_steps_of_muon_are_those_of_the_torch_engine(shape, options):
-    """With well-conditioned matrices: each iteration scales rounding of small singular values by up to 3.4."""
+def test_fifty_steps_of_muon_equal_the_torch_engines(shape, options):
+    """Matrices are well-conditioned: each iteration scales the rounding of small singular values by up to 3.4."""
     settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=5, **options)
     random = np.random.default_rng(0)
-    draws = [{"layers": random.normal(size=shape).astype(np.float32), "embed": random.normal(size=(5, 6)).astype(
+    arrays = [{"layers": random.normal(size=shape).astype(np.float32), "embed": random.normal(size=(5, 6)).astype(
         np.float32), "bias": random.normal(size=7).astype(np.float32)} for _ in range(NUM_STEPS + 1)]
-    check_steps(settings, draws[0], draws[1:], {"layers": True, "embed": True, "bias": False})
+    check_steps(settings, arrays[0], arrays[1:], {"layers": True, "embed": True, "bias": False})
 
 
 def check_steps(settings, params, gradients, decays):
@@ -114,18 +115,18 @@ def test_only_matrices_decay():
     assert {name: bool((u != 0).all()) for name, u in updates.items()} == DECAYS
 
 
-def test_adafactor_keeps_a_row_and_a_column_of_each_layer():
+def test_adafactor_stores_row_and_column_statistics_of_each_layer():
     state = build(RULES["adafactor"], DECAYS).init({name: jnp.ones(shape) for name, shape in SHAPES.items()})
     assert {".".join(path): leaf.shape for path, leaf in flatten(state).items()} == {
         "exp_avg_sq_row.matrix": (6,), "exp_avg_sq_col.matrix": (10,), "exp_avg_sq.vector": (7,),
         "exp_avg_sq_row.stack_matrix": (3, 5), "exp_avg_sq_col.stack_matrix": (3, 8), "exp_avg_sq.stack_vector": (3, 9)}
 
 
-def test_plain_sgd_keeps_nothing():
+def test_plain_sgd_has_no_state():
     assert build(Optimizer(name="sgd"), DECAYS).init({name: jnp.ones(s) for name, s in SHAPES.items()}) == {}
 
 
-def test_bfloat16_parameters_move_like_those_of_torch():
+def test_bfloat16_parameters_are_updated_as_on_torch():
     settings = Optimizer(name="adamw", lr=1e-2, weight_decay=0.1)
     random = np.random.default_rng(0)
     start, gradients = random.normal(size=(8, 8)), random.normal(size=(5, 8, 8))
@@ -144,34 +145,34 @@ def test_bfloat16_parameters_move_like_those_of_torch():
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
-def test_bitsandbytes_names_are_errors(name):
+def test_bitsandbytes_optimisers_are_rejected_by_name(name):
     with pytest.raises(UserError, match=f"{name}, which the JAX engine does not support. Use one of adamw.*torch"):
         build(Optimizer(name=name), DECAYS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_b_matrices_have_their_own_learning_rate(name):
-    """As in the torch engine, and as a run of B alone with that rate."""
+    """As in the torch engine, and as in a run of B alone with that rate."""
     settings = Optimizer(name=name, lr=1e-2, b_lr_ratio=8.0, weight_decay=0.1, schedule="cosine", warmup=5)
     random = np.random.default_rng(0)
-    draws = [{"layers": {"q": {side: random.normal(size=(2, 4, 6)).astype(np.float32) for side in ("lora_A", "lora_B")}
-                         }} for _ in range(NUM_STEPS + 1)]
+    arrays = [{"layers": {"q": {side: random.normal(size=(2, 4, 6)).astype(np.float32) for side in ("lora_A", "lora_B")}
+                          }} for _ in range(NUM_STEPS + 1)]
     decays = {"layers": {"q": {"lora_A": True, "lora_B": True}}}
 
     def run_jax(settings):
-        optimizer, params = build(settings, decays), draws[0]
+        optimizer, params = build(settings, decays), arrays[0]
         state = optimizer.init(params)
-        for index, gradients in enumerate(draws[1:]):
+        for index, gradients in enumerate(arrays[1:]):
             updates, state = optimizer.update(gradients, state, params, **step_scalars(settings, index, NUM_STEPS))
             params = optax.apply_updates(params, updates)
         return params["layers"]["q"]
 
     def run_torch_adapter():
         named = {f"layers.{i}.q.{side}.default.weight": torch.nn.Parameter(torch.tensor(part, dtype=torch.float32))
-                 for side, leaf in draws[0]["layers"]["q"].items() for i, part in enumerate(leaf)}
+                 for side, leaf in arrays[0]["layers"]["q"].items() for i, part in enumerate(leaf)}
         optimizer = build_optimizer(named.items(), settings)
         schedule = build_schedule(optimizer, settings, NUM_STEPS)
-        for gradients in draws[1:]:
+        for gradients in arrays[1:]:
             for side, leaf in gradients["layers"]["q"].items():
                 for i, part in enumerate(leaf):
                     named[f"layers.{i}.q.{side}.default.weight"].grad = torch.tensor(part, dtype=torch.float32)
@@ -192,7 +193,7 @@ def test_b_matrices_have_their_own_learning_rate(name):
 # Muon ----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
-def test_muon_is_that_of_optax(adjust_lr):
+def test_muon_equals_optax(adjust_lr):
     """Without Nesterov, where both differ. Normalising hides that optax divides the average by 1 - 0.95^step."""
     settings = Optimizer(name="muon", lr=1e-2, weight_decay=0.1, nesterov=False, adjust_lr=adjust_lr)
     random = np.random.default_rng(0)
@@ -217,7 +218,7 @@ def test_muon_is_that_of_optax(adjust_lr):
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (3, 16, 12)], ids=str)
-def test_iterations_in_bfloat16_round_like_those_of_torch(shape):
+def test_muon_iterations_in_bfloat16_round_as_on_torch(shape):
     """Sums in another order may round differently, by a unit of the last of 8 bits, which grows in each iteration."""
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     actual = np.float32(orthogonalize(jnp.asarray(matrix), 5, jnp.bfloat16))
@@ -228,7 +229,7 @@ def test_iterations_in_bfloat16_round_like_those_of_torch(shape):
     assert np.abs(actual - expected).max() <= rounding / 2 and np.abs(actual - exact).max() <= 1.5 * rounding
 
 
-def test_muon_keeps_one_moment_of_the_matrices_of_layers():
+def test_muon_stores_one_moment_for_matrices_inside_layers():
     params = {"embed": {"weight": jnp.ones((5, 6))}, "layers": {
         "up": {"weight": jnp.ones((3, 6, 4)), "bias": jnp.ones((3, 6)), "lora_A": jnp.ones((3, 2, 4))},
         "experts": {"gate_up_proj": jnp.ones((3, 2, 6, 4)), "lora_A": jnp.ones((3, 2, 4))}}}
@@ -241,13 +242,13 @@ def test_muon_keeps_one_moment_of_the_matrices_of_layers():
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adafactor", "sgd_momentum", "muon"])
-@pytest.mark.parametrize("chosen", [None, {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"}])
-def test_layer_rates_and_averages_are_those_of_torch(rule, chosen):
+@pytest.mark.parametrize("names", [None, {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"}])
+def test_layer_decay_and_weight_averages_equal_torchs(rule, names):
     """For stacks of all layers or some, embeddings and the final norm."""
     config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=3, num_attention_heads=2)
     network = hub.network(config, "causal")
-    if chosen:
-        network.train_only(chosen)
+    if names:
+        network.train_only(names)
     base = Optimizer(name="muon", lr=1e-2, weight_decay=0.1) if rule == "muon" else RULES[rule]
     settings = dataclasses.replace(base, layer_decay=0.6, ema_decay=0.8, schedule="linear", warmup=2)
     start, _ = network.split(network.init(0))
@@ -277,5 +278,5 @@ def test_layer_rates_and_averages_are_those_of_torch(rule, chosen):
     actual, expected = [network.to_torch(params), network.to_torch(state["ema"])], run_torch_network()
     with Float64():
         exact = run_torch_network()
-    assert set(actual[0]) == set(actual[1]) == (chosen or {name for name, *_ in network.names()})
+    assert set(actual[0]) == set(actual[1]) == (names or {name for name, *_ in network.names()})
     assert_as_close(actual, expected, exact)

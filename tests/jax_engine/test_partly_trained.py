@@ -35,7 +35,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "lazy", "shapes"])
-def test_a_split_is_undone(ref, kind):
+def test_merging_undoes_a_split(ref, kind):
     params = {"arrays": jax.tree.map(np.asarray, ref.params), "lazy": ref.net.initial_values(0),
               "shapes": ref.net.shapes}[kind]
     trainable, frozen = ref.net.split(params)
@@ -52,7 +52,7 @@ def test_a_split_is_undone(ref, kind):
         ref.net.from_torch({name: value for name, value in named.items() if "layers.2" not in name})
 
 
-def test_steps_on_a_mesh_are_those_of_one_device(ref):
+def test_a_mesh_takes_the_steps_of_one_device(ref):
     trainable, frozen = ref.net.split(jax.tree.map(np.asarray, ref.params))
     sums = {"total": np.float32(1), "weight": np.float32(1), "num_tokens": np.int32(4), "num_rows": np.int32(2)}
     random = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(ref):
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_full_finetuning(ref):
+def test_gradients_equal_those_of_full_finetuning(ref):
     trainable, frozen = ref.net.split(jax.tree.map(np.asarray, ref.params))
     batch = ref.batch()
 
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_full_finetuning(ref):
     assert_as_close(actual, expected, expected)
 
 
-def test_a_reference_keeps_whole_stacks(ref):
+def test_a_copied_reference_has_whole_stacks(ref):
     params = jax.tree.map(np.asarray, ref.params)
     trainable, frozen = ref.net.split(params)
     reference = Reference(ref.net, "copy")

@@ -36,7 +36,7 @@ def exact_kernels():
     patch_cpu_kernels(torch.nn.ModuleList([bnb.nn.Linear4bit(64, 64)]))
 
 
-def weight(shape, dtype=torch.float32) -> torch.Tensor:
+def make_weight(shape, dtype=torch.float32) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     values[0] = 0
     return values
@@ -46,7 +46,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(jnp.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def quantized(*args, **options):
+def quantise(*args, **options):
     return jax.tree.map(np.asarray, quant.quantize(*args, **options))
 
 
@@ -54,38 +54,38 @@ def quantized(*args, **options):
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_bits_are_those_of_bitsandbytes(kind, double, shape, dtype):
-    packed, state = F.quantize_4bit(weight(shape, dtype), quant_type=kind, compress_statistics=double)
-    ours = quantized(as_numpy(weight(shape, dtype)), kind, double)
-    assert np.array_equal(ours.packed.reshape(-1)[:packed.numel()], packed.numpy().reshape(-1))
-    assert np.array_equal(ours.absmax.reshape(-1), state.absmax.numpy())
+def test_4_bit_codes_and_values_equal_bitsandbytes(kind, double, shape, dtype):
+    packed, state = F.quantize_4bit(make_weight(shape, dtype), quant_type=kind, compress_statistics=double)
+    actual = quantise(as_numpy(make_weight(shape, dtype)), kind, double)
+    assert np.array_equal(actual.packed.reshape(-1)[:packed.numel()], packed.numpy().reshape(-1))
+    assert np.array_equal(actual.absmax.reshape(-1), state.absmax.numpy())
     if double:
-        assert np.allclose(ours.nested[0], state.state2.absmax.numpy(), rtol=1e-6, atol=1e-6)
-        assert np.allclose(ours.nested[1], state.offset.numpy(), rtol=1e-6)
-    values = jax.jit(lambda w: w.astype(jnp.float32))(ours)
+        assert np.allclose(actual.nested[0], state.state2.absmax.numpy(), rtol=1e-6, atol=1e-6)
+        assert np.allclose(actual.nested[1], state.offset.numpy(), rtol=1e-6)
+    values = jax.jit(lambda w: w.astype(jnp.float32))(actual)
     state.dtype = torch.float32
-    assert values.shape == ours.shape == shape
+    assert values.shape == actual.shape == shape
     assert np.abs(values - F.dequantize_4bit(packed, state).numpy()).max() <= 1e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_eight_bits_are_those_of_bitsandbytes(shape):
-    codes, absmax, _ = F.int8_vectorwise_quant(weight(shape)[1:].half())
-    actual = quantized(weight(shape)[1:].numpy(), "int8")
+def test_int8_codes_and_values_equal_bitsandbytes(shape):
+    codes, absmax, _ = F.int8_vectorwise_quant(make_weight(shape)[1:].half())
+    actual = quantise(make_weight(shape)[1:].numpy(), "int8")
     assert np.array_equal(actual.codes, codes.numpy()) and np.array_equal(actual.row_absmax, absmax.numpy())
     assert np.allclose(actual.astype(jnp.float32), F.int8_vectorwise_dequant(codes, absmax).numpy(), rtol=1e-6)
-    zero = quantized(np.zeros((2, 8), np.float32), "int8")
+    zero = quantise(np.zeros((2, 8), np.float32), "int8")
     assert not np.any(zero.astype(jnp.float32))
 
 
-def test_large_matrices_are_quantised_in_pieces(monkeypatch):
-    whole = quantized(weight((24, 96)).numpy(), "nf4")
+def test_quantising_in_chunks_gives_the_same_bits(monkeypatch):
+    whole = quantise(make_weight((24, 96)).numpy(), "nf4")
     monkeypatch.setattr(quant, "_CHUNK", 256)
-    pieces = quantized(weight((24, 96)).numpy(), "nf4")
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True))
+    chunked = quantise(make_weight((24, 96)).numpy(), "nf4")
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True))
 
 
-def test_rows_of_stacked_matrices_are_read_by_parts():
+def test_rows_of_stacked_matrices_can_be_sliced():
     values = np.arange(60).reshape(3, 4, 5)
     joined = lazy_array.lazy(values).concatenate_rows()
     for rows in (slice(0, 12), slice(2, 5), slice(4, 8), slice(7, 12), slice(3, 3)):
@@ -95,34 +95,34 @@ def test_rows_of_stacked_matrices_are_read_by_parts():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", True)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_parts_are_those_of_the_whole(kind, double, shape, transposed):
-    """Three processes that each ask for other parts: every array, cut where no block ends, and what all share."""
-    values = weight(shape).numpy()
-    whole = jax.tree.leaves(quantized(values, kind, double, transposed))
-    met, numbers = threading.Barrier(3, timeout=10), {}
+def test_slices_read_by_three_processes_equal_the_whole_matrix(kind, double, shape, transposed):
+    """Each process requests other slices of every array, which end inside blocks."""
+    values = make_weight(shape).numpy()
+    whole = jax.tree.leaves(quantise(values, kind, double, transposed))
+    barrier, gathered = threading.Barrier(3, timeout=10), {}
 
-    def gather(own):
-        numbers.update(own)
-        met.wait()
-        found = dict(numbers)
-        met.wait()
-        return found
+    def gather(local):
+        gathered.update(local)
+        barrier.wait()
+        result = dict(gathered)
+        barrier.wait()
+        return result
 
-    def parts(rank):
+    def read_slices(rank):
         lazy = quant.quantize(values, kind, double, transposed, quant.ProcessGroup(rank, 3, gather))
         for array, expected in zip(jax.tree.leaves(lazy), whole, strict=True):
-            cut = tuple(slice(length * rank // 3, length * (rank + 1) // 3) for length in array.shape)
+            slices = tuple(slice(length * rank // 3, length * (rank + 1) // 3) for length in array.shape)
             for axis in range(array.ndim + 1):
-                part = cut[:axis] + (slice(None),) * (array.ndim - axis)
+                part = slices[:axis] + (slice(None),) * (array.ndim - axis)
                 assert np.array_equal(array[part], expected[part])
         return array.shape == expected.shape
 
     with ThreadPoolExecutor(3) as threads:
-        assert all(threads.map(parts, range(3)))
+        assert all(threads.map(read_slices, range(3)))
 
 
 @pytest.mark.numerics
-def test_the_dynamic_type_is_that_of_bitsandbytes():
+def test_the_dynamic_type_equals_that_of_bitsandbytes():
     """To the bit where the CPU fuses products and sums, as `torch.linspace`, of which it is made, then rounds
     `first + step * n` once. Elsewhere that is rounded twice, and the mean of two such numbers may differ by two units.
     """
@@ -132,12 +132,12 @@ def test_the_dynamic_type_is_that_of_bitsandbytes():
 # Networks ------------------------------------------------------------------------------------------------------------
 
 
-# Modules that are heads for labels, and poolers: they are fully trained.
+# Label heads and poolers, which train fully.
 HEAD_MODULES = ["classifier", "score", "pooler", "bert.pooler", "roberta.pooler", "pre_classifier", "sequence_summary",
                 "head"]
 
 
-def quantised_torch(folder, head, kind, **options):
+def quantise_on_torch(folder, head, kind, **options):
     skip = {"qa": ["qa_outputs", "classifier"], "causal": None, "masked": None}.get(head, HEAD_MODULES)
     config = (transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip) if kind == "int8" else
               transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, llm_int8_skip_modules=skip,
@@ -160,7 +160,7 @@ def stacked_experts(model) -> dict[str, torch.nn.Parameter]:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Return a function that writes a small random model, with rows of whole blocks and others."""
+    """Return a function that writes a small random model; some of its rows are whole blocks, others are not."""
     def write(name, head):
         config = transformers.CONFIG_MAPPING[name](**FAMILIES[name])
         torch.manual_seed(0)
@@ -185,39 +185,39 @@ def batch_of(vocab_size: int) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
 
-def logits(network, params, batch) -> np.ndarray:
+def compute_logits(network, params, batch) -> np.ndarray:
     return np.asarray(jax.jit(lambda p: network.logits(p, network.hidden(p, batch)))(params))
 
 
 def assert_logits_equal_torchs(folder, head, kind, double):
     options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
-    model = quantised_torch(folder, head, kind, **options)
+    model = quantise_on_torch(folder, head, kind, **options)
     if kind == "int8":
-        model.train()  # in eval it quantises activations too
+        model.train()  # in eval mode, it quantises activations too
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     network, params = network_and_params(str(folder), head, quantize=kind, double_quant=double)
     batch = batch_of(network.config.vocab_size)
     expected = model(**{key: torch.from_numpy(value) for key, value in batch.items()}).logits.detach().numpy()
-    assert np.abs(logits(network, params, batch) - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert np.abs(compute_logits(network, params, batch) - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("name", "head", "kind", "double"), [
     ("llama", "causal", "fp4", False), ("gpt2", "causal", "int8", True), ("gemma", "causal", "nf4", False),
     ("llama", "causal", "int8", True), ("bert", "masked", "fp4", True)])
-def test_logits_are_those_of_torch(folder_of, name, head, kind, double):
-    """`test_jax_families.py` shows it for double-quantised nf4 in every family."""
+def test_logits_of_quantised_models_equal_torchs(folder_of, name, head, kind, double):
+    """`test_jax_families.py` checks double-quantised nf4 in every family."""
     assert_logits_equal_torchs(folder_of(name, head), head, kind, double)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("gpt2", "fp4"), ("llama", "int8"), ("bert", "nf4")])
-def test_folders_that_bitsandbytes_saved(folder_of, name, kind, tmp_path):
+def test_folders_saved_by_bitsandbytes_load_the_same_codes(folder_of, name, kind, tmp_path):
     head = "masked" if name == "bert" else "causal"
     folder = folder_of(name, head)
     for double in (True, False):
         options = {} if kind == "int8" else {"bnb_4bit_use_double_quant": double}
-        quantised_torch(folder, head, kind, **options).save_pretrained(tmp_path / str(double))
+        quantise_on_torch(folder, head, kind, **options).save_pretrained(tmp_path / str(double))
         _, saved = network_and_params(str(tmp_path / str(double)), head)
         _, fresh = network_and_params(folder, head, quantize=kind, double_quant=double)
         saved, fresh = flatten(saved), flatten(fresh)
@@ -254,9 +254,9 @@ def test_a_mesh_reads_each_value_of_a_folder_once(tmp_path, kind, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [LoRA(rank=3, alpha=5), LoRA(rank=3, alpha=5, dora=True)], ids=["lora", "dora"])
-def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
+def test_adapter_gradients_on_a_quantised_base_equal_pefts(folder_of, settings):
     folder = folder_of("llama", "causal")
-    base = quantised_torch(folder, "causal", "nf4", bnb_4bit_use_double_quant=True)
+    base = quantise_on_torch(folder, "causal", "nf4", bnb_4bit_use_double_quant=True)
     model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_dora=settings.dora))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_gradients_of_adapters_are_those_of_peft(folder_of, settings):
         assert np.abs(actual[name] - gradient).max() <= 1e-4 * max(np.abs(gradient).max(), 1e-3), name
 
 
-def test_the_backward_pass_keeps_no_matrix(folder_of):
+def test_the_backward_pass_stores_no_dequantised_matrix(folder_of):
     """Autodiff stores activations between the passes, never a dequantised weight of all layers."""
     folder = folder_of("llama", "causal")
     network = hub.network(load_config(folder), "causal", lora=LoRA(rank=2))
@@ -303,8 +303,8 @@ def test_the_backward_pass_keeps_no_matrix(folder_of):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_codes_are_sharded_like_their_matrices(kind):
-    """Each device has its part of codes and scales; small scales are on all of them."""
-    layers = [quantized(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
+    """Each device has its shard of codes and scales; small scales are on all devices."""
+    layers = [quantise(np.random.default_rng(n).standard_normal((64, 512), np.float32), kind) for n in range(2)]
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *layers)
     parallel = ShardedMesh(data=1, fsdp=4, tensor=2)
     placed = parallel.put_state({"layers": {"mlp": {"up": {"weight": stacked}}}})["layers"]["mlp"]["up"]["weight"]

@@ -57,7 +57,7 @@ def interrupt_and_resume(arguments: list[str], stop_at, num_batches: int) -> Non
     ({"data__init_args__packing": True, "trainer__limit_val_batches": 0}, (2,)),
     ({"data__init_args__streaming": True, "data__init_args__stream_window": 16, "data__init_args__val_size": 0}, (5,)),
 ], ids=["qlora", "full_epochs_grouped", "packing", "streaming"])
-def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
+def test_an_interrupted_run_resumes_with_the_same_bits(jax_recipe, stop_at, changes, stops):
     straight, arguments = jax_recipe("straight", **changes)
     assert main(["fit", *arguments]) == 0
     for batch in stops:
@@ -71,8 +71,8 @@ def test_interrupted_and_resumed(jax_recipe, stop_at, changes, stops):
 
 
 @pytest.mark.slow
-def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe, stop_at, tmp_path):
-    """Judged answers: a step's baseline depends on all its rows, also after a resume."""
+def test_a_kto_run_interrupted_inside_a_step_resumes_with_the_same_bits(jax_recipe, stop_at, tmp_path):
+    """The baseline of a KTO step depends on all its rows, also after a resume."""
     source = tmp_path / "labelled.jsonl"
     source.write_text("".join(json.dumps({
         "prompt": f"Count from {n}.", "completion": f"{n} and " * (n % 3 + 1), "label": n % 2 == 0}) + "\n"
@@ -89,8 +89,8 @@ def test_interrupted_inside_a_step_whose_loss_depends_on_all_its_rows(jax_recipe
 
 
 @pytest.mark.slow
-def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
-    """Rollouts of two steps with two micro-batches each, taken twice: a resumed run reads the sampled answers."""
+def test_a_grpo_run_interrupted_inside_a_step_resumes_with_its_rollouts(jax_recipe, stop_at, tmp_path):
+    """Rollouts of two steps with two micro-batches each, used twice; a resumed run reads the sampled answers."""
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"instruction": f"Count from {n}.", "input": "", "output": f"{n}"}) + "\n"
                               for n in range(10)))
@@ -114,7 +114,7 @@ def test_interrupted_inside_a_step_of_a_rollout(jax_recipe, stop_at, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_inside_a_step_with_sampled_answers_and_on_two_processes(jax_recipe, stop_at, llama_of):
+def test_on_policy_distillation_resumes_inside_a_step_and_runs_on_two_processes(jax_recipe, stop_at, llama_of):
     changes = {"model__init_args__config_overrides": {"attention_dropout": 0.0},
                "model__init_args__teacher": {"pretrained": str(llama_of(2)), "on_policy": 0.5, "max_new_tokens": 7},
                "data__init_args__batch_size": 2, "trainer__accumulate_grad_batches": 2,
@@ -154,8 +154,8 @@ def test_any_number_of_devices_takes_the_same_steps(jax_recipe, finished, device
 
 
 @pytest.mark.slow
-def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, tmp_path):
-    """Seven rows, on two devices with micro-batches of three; KTO also needs references for other prompts' answers."""
+def test_several_devices_compute_the_reference_log_probs_of_one(jax_recipe, tmp_path):
+    """Seven rows on two devices with micro-batches of three; KTO also needs the log-probs of other prompts' answers."""
     source = tmp_path / "pairs.jsonl"
     source.write_text("".join(json.dumps({
         "prompt": f"Count from {n}.", "chosen": f"{n} and " * (n % 3 + 1), "rejected": "none " * (n % 4 + 1)}) + "\n"
@@ -185,7 +185,7 @@ def test_references_that_several_devices_compute_are_those_of_one(jax_recipe, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_take_the_steps_of_one_and_the_run_changes_between_them(jax_recipe, finished, strategy):
+def test_a_run_moves_between_one_and_two_processes_with_the_same_steps(jax_recipe, finished, strategy):
     common = {"data__init_args__batch_size": 3, "data__init_args__pad_to_multiple_of": 192, "trainer__max_steps": 6,
               "checkpoint": {"every_n_steps": 3, "keep_last": 9}}
     single = finished(**{**COMMON, **common, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 6})
@@ -231,7 +231,7 @@ def test_several_devices_resume_inside_a_step(jax_recipe, stop_at):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_run_folder_is_that_of_the_torch_engine(jax_recipe):
+def test_the_run_folder_has_the_files_of_the_torch_engine(jax_recipe):
     run, arguments = jax_recipe("run", **FULL, trainer__max_steps=4)
     assert main(["fit", *arguments]) == 0
     assert {"config.yaml", "data_report.json", "metrics.csv", "metrics.json", "checkpoints", "model", "loss.png",
@@ -257,7 +257,7 @@ def test_a_start_builds_the_network_once(jax_recipe, monkeypatch):
     assert main(["fit", *arguments, "--ckpt_path", "last"]) == 0 and len(built) == 2
 
 
-def test_early_stopping(jax_recipe):
+def test_early_stopping_ends_the_run(jax_recipe):
     run, arguments = jax_recipe("run", trainer__max_steps=40, trainer__val_check_interval=1, trainer__callbacks=[
         {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2, "min_delta": 100.0}}])
     assert main(["fit", *arguments]) == 0
@@ -266,7 +266,7 @@ def test_early_stopping(jax_recipe):
 
 
 @pytest.mark.slow
-def test_fractions_of_epochs(jax_recipe):
+def test_a_run_may_end_within_an_epoch(jax_recipe):
     """32 rows in batches of 4, 2 per step: 4 steps per epoch, and the schedule ends with the run."""
     run, arguments = jax_recipe("run", trainer__max_epochs=1.5, trainer__max_steps=-1,
                                 trainer__accumulate_grad_batches=2, model__init_args__optimizer={
@@ -288,7 +288,7 @@ def test_fractions_of_epochs(jax_recipe):
     ({"model__init_args__generation": {"penalty_alpha": 0.6}, "command": "predict"}, "generation.penalty_alpha is 0.6"),
     ({"trainer__val_check_interval": 1.5}, "val_check_interval is 1.5"),
 ])
-def test_errors_are_one_message(jax_recipe, capfd, changes, message):
+def test_an_error_is_one_message_and_creates_no_run_folder(jax_recipe, capfd, changes, message):
     command = changes.pop("command", "fit")
     run, arguments = jax_recipe("run", **changes)
     assert main([command, *arguments]) == 2
@@ -298,7 +298,7 @@ def test_errors_are_one_message(jax_recipe, capfd, changes, message):
 
 
 @pytest.mark.slow
-def test_signals_save_and_exit_with_130(jax_recipe):
+def test_sigterm_saves_a_checkpoint_and_exits_with_130(jax_recipe):
     run, arguments = jax_recipe("run", trainer__max_steps=100000, trainer__limit_val_batches=0)
     process = Fork(train, "fit", *arguments)
     while not run.metrics_csv.exists():
@@ -321,13 +321,13 @@ def test_no_step_waits_for_the_device(jax_recipe, monkeypatch):
         "every_n_steps": None}, trainer__limit_val_batches=0)
     train_step = Loop.train_step
 
-    def guarded(loop, *batches):
+    def train_step_guarded(loop, *batches):
         before = len(fetched)
         step = loop.run.progress.step
         with jax.transfer_guard_device_to_host("allow" if step == 8 or step % 3 == 0 else "disallow"):
             train_step(loop, *batches)
         assert len(fetched) == before or step == 8 or loop.run.progress.step % 3 == 1
 
-    monkeypatch.setattr(Loop, "train_step", guarded)
+    monkeypatch.setattr(Loop, "train_step", train_step_guarded)
     assert main(["fit", *arguments]) == 0
     assert fetched
