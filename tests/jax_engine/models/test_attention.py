@@ -12,7 +12,7 @@ from lmmods.core.dropout import token_seeds
 RANDOM = np.random.default_rng(0)
 
 
-def test_masks_by_hand():
+def test_masks_equal_those_written_by_hand():
     batch = {"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [0, 1, 1, 1]])}
     both = attention_mask(batch, causal=False, window=None)[:, 0]
     assert (both == (batch["attention_mask"] > 0)[:, None]).all()
@@ -29,14 +29,14 @@ def test_masks_by_hand():
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_cached_step_sees_what_the_whole_row_would(window):
+def test_a_cached_step_attends_to_the_same_tokens_as_a_whole_row(window):
     mask = np.array([[0, 1, 1, 1, 1]])
     whole = attention_mask({"input_ids": mask, "attention_mask": mask}, True, window)
     step = cached_mask(jnp.pad(mask > 0, ((0, 0), (0, 2))), 3, 2, window)
     assert np.array_equal(step[..., :5], whole[:, :, 3:]) and not step[..., 5:].any()
 
 
-def test_grouped_attention_is_torchs():
+def test_grouped_query_attention_equals_torchs():
     q, k, v = (RANDOM.normal(size=(2, 5, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
     mask = np.tril(np.ones((5, 5), bool))[None, None].repeat(2, 0)
     actual = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask, 0.3, 0.0, None)
@@ -47,7 +47,7 @@ def test_grouped_attention_is_torchs():
     assert np.allclose(nothing[:, 0].reshape(2, 2, 3, 8), v.mean(1)[:, :, None], atol=1e-5)
 
 
-def test_dropped_weights_keep_their_mean_and_are_each_rows_own():
+def test_dropout_of_weights_keeps_their_mean_and_differs_by_row():
     q, k = (jnp.asarray(RANDOM.normal(size=(1, 4, 2, 8)), jnp.float32).repeat(3000, 0) for _ in range(2))
     mask = jnp.ones((3000, 1, 4, 4), bool)
     tokens = token_seeds(0, 0, np.arange(3000)[:, None], np.arange(4)).view(np.uint32)

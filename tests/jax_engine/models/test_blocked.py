@@ -34,7 +34,7 @@ def exact(q, k, v, sinks, mask, scale, cap, weights) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("causal", "window", "cap", "has_sinks"), [
     (True, None, None, False), (True, 3, 0.8, True), (False, None, None, False)])
-def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap, has_sinks):
+def test_blocked_attention_equals_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap, has_sinks):
     monkeypatch.setattr(blocked, "CAUSAL_BLOCK", block)
     monkeypatch.setattr(blocked, "BLOCK", block)
     random = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def test_blocks_are_plain_attention_for_real_tokens(monkeypatch, block, kind, ca
     assert_as_close(blocks, plain, [mixed[torch.tensor(real)], *gradients])
 
 
-def test_bfloat16_stays_and_scores_are_float32():
+def test_outputs_keep_bfloat16_and_scores_are_float32():
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
     mask, scale = attention_mask({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}, True, None), jnp.float32(0.3)
@@ -72,7 +72,7 @@ def test_bfloat16_stays_and_scores_are_float32():
 
 @pytest.mark.parametrize(("requested", "fast_kernels", "is_blocked"), [
     (None, True, True), ("sdpa", True, True), ("eager", True, False), ("sdpa", False, False)])
-def test_the_recipe_switches_it_off(monkeypatch, requested, fast_kernels, is_blocked):
+def test_the_recipe_switches_blocked_attention_off(monkeypatch, requested, fast_kernels, is_blocked):
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
                          vocab_size=11)
     calls = []

@@ -54,7 +54,7 @@ def step(net):
     ("padded", {"fsdp": 1, "sequence": 4}, {"remat": "full"}),
     pytest.param("packed", {"fsdp": 2, "sequence": 2}, {"lora": LoRA(rank=4, dropout=0.3)}, marks=pytest.mark.slow),
 ], ids=["padded", "packed"])
-def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, kind, sizes, settings):
+def test_sequence_shards_have_the_losses_and_gradients_of_whole_rows(monkeypatch, kind, sizes, settings):
     net, columns = hub.network(CONFIG, "causal", **settings), rows(kind)
     random = np.random.default_rng(1)
     params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), net.shapes)
@@ -73,13 +73,13 @@ def test_parts_of_rows_have_the_losses_and_gradients_of_whole_rows(monkeypatch, 
         assert np.abs(actual[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.1 * largest), path
 
 
-def test_devices_that_share_rows_share_the_parameters_too():
+def test_parameters_are_also_sharded_along_the_sequence_axis():
     mesh = ShardedMesh(fsdp=2, sequence=4)
     placed = mesh.put_state({"up": {"weight": np.ones((16, 32), np.float32)}})["up"]["weight"]
     assert placed.addressable_shards[0].data.shape == (2, 32)
 
 
-def test_no_device_holds_the_scores_of_all_its_queries(monkeypatch):
+def test_no_device_stores_the_scores_of_all_its_queries(monkeypatch):
     """Rows of 4,096 tokens over eight devices: each has 512 queries, and computes 32 at a time."""
     length, heads = 4096, 32
     monkeypatch.setattr(context_parallel, "SCORE_BYTES", 32 * 4 * heads * length)

@@ -19,7 +19,7 @@ D, S = LayerKind(routed=False), LayerKind(routed=True)
     ([D, S, D, S, D], [LayerStack(0, (D, S), 2), LayerStack(4, (D,), 1)]),
     ([D, D, S, D, D, S], [LayerStack(0, (D, D, S), 2)]),
 ])
-def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
+def test_equal_or_alternating_layers_share_a_loop(kinds, stacks):
     class Depth:
         passes = tuple(range(len(kinds)))
 
@@ -28,7 +28,7 @@ def test_layers_that_are_alike_or_take_turns_share_a_loop(kinds, stacks):
 
 
 @pytest.mark.slow
-def test_kinds_that_take_turns_are_transformers_network(make_ref):
+def test_alternating_layer_kinds_equal_transformers(make_ref):
     """Compare logits, gradients and routing; also token by token with a cache."""
     ref = make_ref("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=None)
     batch = ref.batch()
@@ -69,7 +69,7 @@ def test_kinds_that_take_turns_are_transformers_network(make_ref):
         "enable_moe_block": False}),
     ("qwen3_5_text", ["linear_attention", "full_attention"] * 2, {"attention_bias": True}),
 ])
-def test_attention_of_two_kinds_in_a_loop(make_ref, name, kinds, changes):
+def test_two_kinds_of_attention_in_a_loop_equal_transformers(make_ref, name, kinds, changes):
     """Compare with transformers: heads of two sizes, or layers with a state, in each iteration."""
     ref = make_ref(name, num_hidden_layers=len(kinds), layer_types=kinds, **changes)
     assert [stack.num_steps for stack in split_into_stacks(ref.net.arch)][-1] == 2

@@ -21,7 +21,7 @@ SITE = reference.site_seed("here")
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_masks_are_the_references_bits(rate):
+def test_masks_have_the_bits_of_the_reference(rate):
     words, site = jnp.asarray(TOKENS.view(np.uint32)), jnp.uint32(SITE)
     for num in (1, 6, 9):
         np.testing.assert_array_equal(jax.jit(feature_mask, static_argnums=(2, 3))(words, site, num, rate),
@@ -51,7 +51,7 @@ def test_noise_has_the_bits_of_the_reference():
     assert np.array_equal(actual, reference.feature_noise(seeds, reference.site_seed("a"), 65))
 
 
-def test_a_document_of_a_packed_row_has_a_length_of_its_own():
+def test_each_document_of_a_packed_row_has_its_own_length():
     segments = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 3]])
     assert document_lengths({"segment_ids": segments}).tolist() == [[3, 3, 3, 2, 2, 0], [1, 4, 4, 4, 4, 1]]
     assert document_lengths({"attention_mask": (segments > 1).astype(int)}).tolist() == [

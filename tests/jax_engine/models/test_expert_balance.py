@@ -26,7 +26,7 @@ from lmmods.torch_engine.nn.summary import training_flops
 from lmmods.torch_engine.tasks.sft import SFT as TorchSFT
 
 
-def test_padding_reaches_neither_tokens_nor_load(make_ref):
+def test_padding_affects_neither_tokens_nor_load(make_ref):
     ref = make_ref("mixtral")
     batch = ref.batch()
     real = batch["attention_mask"] > 0
@@ -41,7 +41,7 @@ def test_padding_reaches_neither_tokens_nor_load(make_ref):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", pytest.param("gemma4_text", marks=pytest.mark.slow)])
-def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
+def test_balance_and_load_of_each_row_equal_transformers(make_ref, name):
     """Compare both engines with transformers' function for one row and layer, including gradients."""
     ref = make_ref(name)
     batch, coefficient = ref.batch(), 0.3
@@ -87,7 +87,7 @@ def test_balance_and_load_are_those_of_transformers_row_by_row(make_ref, name):
 
 @pytest.mark.parametrize(("name", "checkpointing"), [
     ("qwen3_moe", False), ("qwen3_moe", True), ("gemma4_text", True)])
-def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, name, checkpointing):
+def test_losses_of_rows_add_up_on_torch_also_with_gradient_checkpointing(make_ref, name, checkpointing):
     """Loss and gradient with the balance loss are the same for four rows at once and one by one."""
     ref = make_ref(name)
     model = copy.deepcopy(ref.torch).train()
@@ -117,7 +117,7 @@ def test_rows_of_a_batch_add_up_on_torch_also_under_checkpointing(make_ref, name
     assert routers and all(gradient.abs().max() > 0 for gradient in routers)
 
 
-def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
+def test_flops_count_only_the_experts_that_a_token_uses(make_ref):
     ref = make_ref("qwen3_moe")
     task = SFT(pretrained=str(ref.folder))
     task.network = ref.net
@@ -128,7 +128,7 @@ def test_arithmetic_counts_the_experts_that_a_token_takes(make_ref):
     assert widths_of(ref.config).wide == 2 * 12
 
 
-def test_experts_beside_an_mlp_add_to_its_sizes(make_ref):
+def test_experts_next_to_an_mlp_add_to_its_sizes(make_ref):
     """Dense Gemma 4 models may also have numbers of experts in their configuration."""
     config = make_ref("gemma4_text").config
     assert mixture_of(config) == Mixture(5, 2, has_mlp=True) and widths_of(config).wide == 2 * 12 + 20
@@ -136,7 +136,7 @@ def test_experts_beside_an_mlp_add_to_its_sizes(make_ref):
     assert mixture_of(dense) is None and widths_of(dense).wide == dense.intermediate_size
 
 
-def test_balance_is_asked_by_one_key_alone(make_ref, capsys):
+def test_only_balance_loss_switches_the_balance_on(make_ref, capsys):
     folder = str(make_ref("mixtral").folder)
     for field, value in (("output_router_logits", True), ("router_aux_loss_coef", 0.02)):
         for task in (SFT, TorchSFT):

@@ -23,7 +23,7 @@ BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 @pytest.mark.parametrize(("name", "fast"), [
     ("gpt_oss", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("mixtral", "gemma4_text"))])
-def test_an_adapter_on_codes_travels_and_trains_as_on_torch(make_ref, name, fast, tmp_path):
+def test_an_adapter_on_4_bit_experts_loads_and_trains_as_on_torch(make_ref, name, fast, tmp_path):
     """Compare logits, loss and gradients of adapters on attention and experts; no matrix is saved for the backward."""
     ref = make_ref(name)
     # With this rank, no adapter has the shape of a matrix.

@@ -46,12 +46,12 @@ def test_stacked_files_and_renamed_modules_load_the_same_bits(make_ref, tmp_path
     (lambda t: t | {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(12, 16)}, "duplicate"),
     (lambda t: t | {"model.layers.0.mlp.experts.0.w1.weight": torch.ones(12, 16)}, "experts.0.w1.weight"),
 ])
-def test_experts_that_do_not_fit_are_refused_by_name(make_ref, tmp_path, change, message):
+def test_experts_that_do_not_fit_are_rejected_by_name(make_ref, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         rewritten(make_ref("qwen3_moe"), tmp_path, change)
 
 
-def test_mxfp4_codes_have_the_values_of_transformers():
+def test_mxfp4_values_equal_transformers():
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
     scales = random.integers(100, 140, (3, 10, 2), dtype=np.uint8)
@@ -84,7 +84,7 @@ def in_mxfp4(tmp_path_factory):
     return folder, values
 
 
-def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, tmp_path):
+def test_both_engines_load_an_mxfp4_folder_as_plain_weights(in_mxfp4, tmp_path):
     folder, values = in_mxfp4
     net = hub.network(load_config(str(folder)), "causal")
     params = loading.load(net, str(folder))
@@ -100,7 +100,7 @@ def test_a_folder_in_mxfp4_is_read_into_plain_weights_on_both_engines(in_mxfp4, 
         assert all(torch.equal(value, expected[key]) for key, value in again.named_parameters())
 
 
-def test_mxfp4_is_quantised_anew_where_that_is_asked_for(in_mxfp4):
+def test_mxfp4_experts_are_requantised_if_the_recipe_says_so(in_mxfp4):
     folder, values = in_mxfp4
     net = hub.network(load_config(str(folder)), "causal")
     actual = flatten(loading.load(net, str(folder), quantize="nf4"))
@@ -119,7 +119,7 @@ def test_mxfp4_is_quantised_anew_where_that_is_asked_for(in_mxfp4):
     assert torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-4)
 
 
-def test_half_of_mxfp4_is_missing(in_mxfp4, tmp_path):
+def test_missing_mxfp4_scales_are_an_error(in_mxfp4, tmp_path):
     folder, _ = in_mxfp4
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]

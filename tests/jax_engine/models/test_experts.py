@@ -41,7 +41,7 @@ def with_adapters(ref, quantize=None):
 @pytest.mark.parametrize(("name", "form"), [
     ("gpt_oss", "blocks"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
         ("gpt_oss", "ragged"), ("mixtral", "ragged")))])
-def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
+def test_sorted_implementations_equal_the_dense_one(make_ref, name, form, monkeypatch):
     monkeypatch.setattr(experts, "BLOCK_SIZES", (2, 4))
     net, params = with_adapters(make_ref(name))
     batch = make_ref(name).batch()
@@ -56,7 +56,7 @@ def test_the_sorted_forms_are_the_dense_one(make_ref, name, form, monkeypatch):
         assert np.abs(actual[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
 
 
-def test_all_tokens_may_like_one_expert_and_others_may_have_none():
+def test_all_tokens_may_use_one_expert_and_some_experts_none():
     random = np.random.default_rng(0)
     tokens, weights = random.normal(size=(1, 7, 4)), random.uniform(size=(1, 7, 2))
     matrices = {"gate_up_proj": random.normal(size=(3, 6, 4)), "down_proj": random.normal(size=(3, 4, 3))}
@@ -91,7 +91,7 @@ SMALL = {"qwen3_moe": {"num_hidden_layers": 1},
 @pytest.mark.parametrize(("name", "sizes", "form", "adapts", "shards"), [
     *(pytest.param("qwen3_moe", *case, id=key) for key, case in MESHES.items()),
     pytest.param("gemma4_text", {"fsdp": 2, "expert": 2}, "blocks", None, 4, id="gemma4_text")])
-def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes, form, adapts, shards):
+def test_experts_divided_over_devices_compute_the_same_as_on_one(make_ref, name, sizes, form, adapts, shards):
     """Compare loss, balance, load and gradients of packed rows; all parameters train, or adapters on frozen experts."""
     changes = {"hidden_size": 64, "moe_intermediate_size": 64} if adapts == "nf4" else {}  # rows of whole blocks
     ref, task = make_ref(name, **SMALL[name], **changes), SFT(pretrained="-", balance_loss=0.3)
@@ -133,7 +133,7 @@ def test_devices_that_share_experts_compute_what_one_does(make_ref, name, sizes,
 
 @pytest.mark.parametrize(("name", "says"), [
     ("llama", "llama has no experts"), ("mixtral", "mixtral has 5 experts .* 2 does not")])
-def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
+def test_experts_that_devices_cannot_divide_are_rejected(make_ref, name, says):
     mixture = make_ref(name).net.arch.experts
     with pytest.raises(UserError, match=f"mesh size expert is 2, but {says}"):
         experts.check_expert_mesh(ShardedMesh(expert=2).expert_size, name, mixture)
@@ -141,7 +141,7 @@ def test_experts_that_devices_cannot_share_are_refused(make_ref, name, says):
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_all_linear_leaves_out_experts_and_routers_on_both_engines(make_ref, name, tmp_path):
+def test_all_linear_excludes_experts_and_routers_on_both_engines(make_ref, name, tmp_path):
     ref, lora = make_ref(name), LoRA(rank=2)
     model = add_lora(copy.deepcopy(ref.torch), lora, [], torch.float32, "CAUSAL_LM")
     net = hub.network(ref.net.config, "causal", lora=lora)
@@ -157,7 +157,7 @@ def test_all_linear_leaves_out_experts_and_routers_on_both_engines(make_ref, nam
 
 
 @pytest.mark.parametrize("target", ["gate", "gate_up_proj", "experts", "w1"])
-def test_adapters_on_experts_are_refused_by_name(make_ref, target):
+def test_lora_targets_that_are_experts_are_rejected_by_name(make_ref, target):
     ref, lora = make_ref("mixtral"), LoRA(targets=[target])
     for adapt in (lambda: hub.network(ref.net.config, "causal", lora=lora),
                   lambda: add_lora(ref.torch, lora, [], torch.float32)):

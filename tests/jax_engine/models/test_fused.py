@@ -38,7 +38,7 @@ def rows(kind: str, length: int = 10) -> dict:
 @pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_calls_are_plain_attention_for_real_tokens(kind, causal, window):
+def test_fused_attention_equals_plain_attention_for_real_tokens(kind, causal, window):
     if window and not causal:
         return
     batch, kernel = rows(kind), replace(CAUSAL, causal=causal, window=window)
@@ -59,7 +59,7 @@ def test_calls_are_plain_attention_for_real_tokens(kind, causal, window):
         assert np.allclose(actual, expected, atol=1e-5)
 
 
-def test_no_mask_is_made_for_padded_rows_of_a_causal_network(monkeypatch):
+def test_padded_rows_of_a_causal_model_need_no_mask(monkeypatch):
     monkeypatch.setattr(fused, "attention_mask", None)
     q, k, v = (jnp.ones((2, 10, heads, 8)) for heads in (4, 2, 2))
     assert CAUSAL.for_batch(rows("padded"))(q, k, v).shape == (2, 10, 32)
@@ -67,7 +67,7 @@ def test_no_mask_is_made_for_padded_rows_of_a_causal_network(monkeypatch):
         CAUSAL.for_batch(rows("packed"))
 
 
-def test_what_the_kernel_cannot_do_is_left_to_plain_attention():
+def test_rows_that_the_kernel_does_not_support_use_plain_attention():
     assert CAUSAL.for_batch(rows("padded", 1)) is None
     assert CAUSAL.for_batch(rows("packed", 9)) is None and CAUSAL.for_batch(rows("padded", 9)) is not None
     assert replace(CAUSAL, by_mask=False).for_batch(rows("packed")) is None
@@ -77,7 +77,7 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_attention():
 @pytest.mark.parametrize(("name", "head", "kind"), [
     ("llama", "causal", "packed"), ("mistral", "causal", "padded"), ("bert", "masked", "padded"),
 ])
-def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, kind):
+def test_a_model_computes_the_same_with_and_without_the_kernel(make_ref, name, head, kind):
     net = make_ref(name, head).net
     batch, params = rows(kind), make_ref(name, head).params
     if kind == "packed":
@@ -111,7 +111,7 @@ def test_network_with_the_kernel_is_the_network_without(make_ref, name, head, ki
 
 @pytest.mark.parametrize(("kind", "sizes", "shape"), [
     ("packed", {"tensor": 2}, (2, 10, 16)), ("padded", {"sequence": 2}, (2, 5, 32))])
-def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes, shape):
+def test_rows_and_heads_stay_sharded_over_a_mesh(kind, sizes, shape):
     batch = {name: jnp.tile(x, (4, 1)) for name, x in rows(kind).items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.for_batch(batch)(q, k, v)
@@ -121,7 +121,7 @@ def test_rows_and_heads_stay_laid_out_over_a_mesh(kind, sizes, shape):
     assert np.allclose(actual, expected, atol=1e-5)
 
 
-def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
+def test_sequence_shards_are_exchanged_for_heads_and_never_gathered():
     """Check forward and backward passes, with products before and after; each device has all weights."""
     def loss(x, weights):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, weight) for weight in weights[:3])
@@ -137,7 +137,7 @@ def test_parts_of_rows_are_traded_for_heads_and_never_gathered():
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("packed", {"sequence": 2}), ("padded", {"sequence": 2, "tensor": 2})])
-def test_rows_cut_along_the_sequence_that_the_kernel_leaves_alone(kind, sizes):
+def test_sequence_shards_that_the_kernel_does_not_support_use_plain_attention(kind, sizes):
     """Packed rows, which need a mask quadratic in the length; and fewer heads than devices."""
     with jax.set_mesh(ShardedMesh(**sizes).mesh):
         assert CAUSAL.for_batch(rows(kind)) is None
@@ -191,7 +191,7 @@ def arch_of(make_ref, name: str, head: str = "causal", **changes):
     return replace(make_ref(name, head).net.arch, **{"head_dim": 8, **changes})
 
 
-def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys):
+def test_a_kernel_that_passes_its_check_is_chosen_and_reported_once(make_ref, gpu, capsys):
     arch = arch_of(make_ref, "mistral")
     chosen = choose(arch, jnp.dtype("bfloat16"), "causal", None)
     assert chosen == choose(arch, jnp.dtype("bfloat16"), "causal", "sdpa")
@@ -201,7 +201,7 @@ def test_a_kernel_that_agrees_is_chosen_and_reported_once(make_ref, gpu, capsys)
     assert not choose(arch, jnp.dtype("bfloat16"), "qa", None).by_length
 
 
-def test_a_kernel_that_cannot_be_tried_is_assumed(make_ref, gpu, capsys):
+def test_a_kernel_that_cannot_run_here_is_assumed_to_pass(make_ref, gpu, capsys):
     arch, on = arch_of(make_ref, "mistral"), target_named("8xH100")
     assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).by_mask
     assert "Attention: xla's fused kernel, assumed to pass its check" in capsys.readouterr().out
@@ -226,14 +226,14 @@ def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, change
     assert why in capsys.readouterr().out
 
 
-def test_a_network_takes_the_choice_of_the_recipe(gpu):
+def test_the_recipe_chooses_between_fused_and_eager_attention(gpu):
     config = load_config({"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24,
                               "num_hidden_layers": 2, "num_attention_heads": 4})
     assert hub.network(config, "causal", compute_dtype="bfloat16").fused.head_dim == 8
     assert hub.network(config, "causal", compute_dtype="bfloat16", attention="eager").fused is None
 
 
-def test_no_gpu_no_kernel_and_no_word(make_ref, capsys):
+def test_without_a_gpu_no_kernel_is_chosen_or_reported(make_ref, capsys):
     assert choose(arch_of(make_ref, "llama"), jnp.dtype("bfloat16"), "causal", None) is None
     assert capsys.readouterr().out == ""
 
@@ -266,7 +266,7 @@ def not_a_number(q, k, v, **options):
     (raising, HALF, False, "NotImplementedError: no such kernel"),
     (not_a_number, HALF, False, "not all numbers are finite"),
 ], ids=lambda value: getattr(value, "__name__", None))
-def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
+def test_the_check_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
     fused.find_mismatch.cache_clear()
     assert find_mismatch(kernel, by_mask) is None
     fused.find_mismatch.cache_clear()
@@ -276,12 +276,12 @@ def test_trial_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem
     assert actual.startswith(problem) and "\n" not in actual
 
 
-def test_lengths_of_an_encoder_are_checked():
+def test_a_correct_encoder_kernel_passes_its_check():
     fused.find_mismatch.cache_clear()
     assert find_mismatch(replace(HALF, causal=False), by_mask=False) is None
 
 
-def test_rows_that_fail_take_the_plain_one_and_the_others_do_not(monkeypatch, capsys):
+def test_only_rows_that_fail_the_check_use_plain_attention(monkeypatch, capsys):
     for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()
     monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)

@@ -28,7 +28,7 @@ def test_saving_in_another_dtype_rounds_once(make_ref, tmp_path):
         assert np.array_equal(value.numpy(), turned[key])
 
 
-def test_configurations_by_mapping_and_with_overrides(make_ref):
+def test_configurations_load_from_mappings_and_with_overrides(make_ref):
     config = load_config({"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
                              {"num_hidden_layers": 1})
     assert config.head_dim == 8 and config.num_hidden_layers == 1
@@ -66,20 +66,20 @@ def test_configurations_by_mapping_and_with_overrides(make_ref):
     ({"model_type": "modernbert", "tie_word_embeddings": False}, "masked", "tie_word_embeddings: False"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "causal", "quantised with gptq"),
 ])
-def test_what_is_not_supported_is_refused_by_name(config, head, message):
+def test_unsupported_architectures_and_fields_are_rejected_by_name(config, head, message):
     kind, fields = config["model_type"], {k: v for k, v in config.items() if k != "model_type"}
     with pytest.raises(UserError, match=message):
         hub.network(transformers.CONFIG_MAPPING[kind](**fields), head)
 
 
-def test_the_supported_families_are_all_tested():
+def test_all_supported_families_are_tested():
     assert hub.list_supported() == sorted(FAMILIES)
     heads = {name: {head for family, head in PAIRS if family == name} for name in FAMILIES}
     assert heads == {name: set(hub.find_family(transformers.CONFIG_MAPPING[name](), next(iter(tested))).classes)
                      for name, tested in heads.items()}
 
 
-def test_the_page_has_the_table_of_what_is_tested():
+def test_the_jax_page_has_the_table_of_tested_families():
     page = PAGE.read_text()
     assert table_of_page(page)[0] == table(), "run python tests/jax_engine/tested.py"
     all_families, causal = {name for name, _ in PAIRS}, {name for name, head in PAIRS if head == "causal"}

@@ -15,17 +15,17 @@ X = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32) * 3
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_activations_are_transformers(name):
+def test_activations_equal_transformers(name):
     assert np.allclose(ACTIVATIONS[name](jnp.asarray(X)), ACT2FN[name](torch.tensor(X)), atol=2e-6)
 
 
-def test_an_unknown_activation_is_refused():
+def test_an_unknown_activation_is_rejected():
     assert check_activation("gelu") == "gelu"
     with pytest.raises(UserError, match="'mish'.*quick_gelu"):
         check_activation("mish")
 
 
-def test_norms_are_torchs():
+def test_norms_equal_torchs():
     scale = np.linspace(0.5, 2, 6, dtype=np.float32)
     layer = Norm(6, "layer", 1e-3)
     layer.weight[...], layer.bias[...] = jnp.asarray(scale), jnp.asarray(scale - 1)
@@ -49,14 +49,14 @@ def test_the_padding_row_has_no_gradient(padding_id):
     assert np.allclose(gradient, expected.weight.grad, atol=1e-6)
 
 
-def test_an_id_outside_the_table_is_not_silent():
+def test_the_embedding_of_an_unknown_id_is_nan():
     assert np.isnan(Embedding(5, 6, std=1.0)(jnp.array([[5]]))).all()
 
 
 @pytest.mark.parametrize("cpu_forms", [True, False])
 @pytest.mark.parametrize("conv1d", [True, False])
 @pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
-def test_products_and_their_gradients_are_torchs(sizes, conv1d, cpu_forms):
+def test_products_and_their_gradients_equal_torchs(sizes, conv1d, cpu_forms):
     random = np.random.default_rng(2)
     x, matrix, weights = (random.normal(size=shape).astype(np.float32) for shape in
                           ((3, 4, sizes[0]), sizes if conv1d else sizes[::-1], (3, 4, sizes[1])))

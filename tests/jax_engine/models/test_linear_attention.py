@@ -40,7 +40,7 @@ def recurrent(q, k, v, decay, rate):
 
 
 @pytest.mark.parametrize("length", [1, 7, CHUNK, CHUNK + 1, 3 * CHUNK - 10])
-def test_chunks_are_the_recurrence(length):
+def test_the_chunked_rule_equals_the_recurrence(length):
     tensors = inputs(length)
     plain, exact = (recurrent(*(value.astype(dtype) for value in tensors.values()))
                     for dtype in (np.float32, np.float64))
@@ -49,7 +49,7 @@ def test_chunks_are_the_recurrence(length):
     assert_as_close((out, state.reshape(exact[1].shape)), plain, exact, terms=1024)
 
 
-def test_gradients_are_those_of_transformers_recurrence():
+def test_gradients_equal_transformers_recurrence():
     leaves = inputs(CHUNK + 5)
     weights = np.random.default_rng(0).normal(size=leaves["v"].shape).astype(np.float32)
 
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_transformers_recurrence():
     assert_as_close(dict(zip(NAMES, actual, strict=True)), plain, exact, terms=1024)
 
 
-def test_packed_documents_have_states_of_their_own():
+def test_each_packed_document_has_its_own_state():
     """Documents start within a chunk and at its start, and span several chunks; the last one is padding."""
     lengths = [10, CHUNK - 10, 5, 2 * CHUNK + 3, 9]
     documents = np.repeat([1, 2, 3, 4, 0], lengths)[None]
@@ -86,7 +86,7 @@ def test_packed_documents_have_states_of_their_own():
     assert not np.array_equal(changed[documents == 2], together[documents == 2])
 
 
-def test_a_row_in_parts_is_the_whole_row():
+def test_a_row_in_parts_equals_the_whole_row():
     tensors, size = inputs(CHUNK + 26), CHUNK // 2 + 13
     actual, state = [], np.zeros((2, HEADS, GROUPS, SIZE, OUT), np.float32)
     rule = jax.jit(lambda state, *args: gated_delta_rule(*args, state=state))
@@ -98,7 +98,7 @@ def test_a_row_in_parts_is_the_whole_row():
     assert_as_close((np.concatenate(actual, 1), state.reshape(exact[1].shape)), plain, exact, terms=1024)
 
 
-def test_the_convolution_reads_the_last_tokens_of_the_document():
+def test_the_convolution_reads_only_tokens_of_the_same_document():
     size, width, length = 6, 4, 11
     random = np.random.default_rng(0)
     x, weight = (random.normal(size=shape).astype(np.float32) for shape in ((2, length, size), (size, 1, width)))

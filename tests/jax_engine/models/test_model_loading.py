@@ -65,12 +65,12 @@ def renamed(*pairs):
     ("gpt_neox", "qa", lambda t: t | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4),
                                       "gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}),
 ])
-def test_other_spellings_load_the_same_bits(make_ref, tmp_path, name, head, change):
+def test_other_parameter_names_load_the_same_bits(make_ref, tmp_path, name, head, change):
     ref = make_ref(name, head)
     assert same(rewritten(ref, tmp_path, change), ref.params)
 
 
-def test_shards_mixed_dtypes_and_pickles(make_ref, tmp_path):
+def test_shards_mixed_dtypes_and_pickles_load(make_ref, tmp_path):
     ref = make_ref("llama", "causal")
     (tmp_path / "shards").mkdir()
     hub.save(ref.net, ref.params, tmp_path / "shards")
@@ -137,12 +137,12 @@ def test_a_head_with_other_labels_starts_at_random_and_is_reported(make_ref, tmp
     ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(37, 24)}, "tie_word_embeddings"),
     ("bert", lambda t: {k: v for k, v in t.items() if k != "cls.predictions.bias"}, "cls.predictions.bias"),
 ])
-def test_what_does_not_fit_is_refused_by_name(make_ref, tmp_path, name, change, message):
+def test_tensors_that_do_not_fit_are_rejected_by_name(make_ref, tmp_path, name, change, message):
     with pytest.raises(UserError, match=message):
         rewritten(make_ref(name, "masked" if name == "bert" else "causal"), tmp_path, change)
 
 
-def test_folders_without_weights_or_config(make_ref, tmp_path):
+def test_folders_without_weights_or_config_are_errors(make_ref, tmp_path):
     ref = make_ref("llama", "causal")
     with pytest.raises(UserError, match="no config.json"):
         load_config(str(tmp_path))
@@ -158,7 +158,7 @@ def test_folders_without_weights_or_config(make_ref, tmp_path):
         loading.load(ref.net, str(tmp_path))
 
 
-def test_keys_and_values_of_layers_that_borrow_them_are_not_needed(make_ref, tmp_path, capsys):
+def test_layers_that_share_keys_and_values_need_none_of_their_own(make_ref, tmp_path, capsys):
     """Checkpoints of Gemma 4 have them, and transformers ignores them."""
     ref = make_ref("gemma4_text", "causal")
     extra = {f"model.layers.{layer}.self_attn.{part}.weight": torch.ones(12, 16) for layer in (2, 3)
@@ -169,7 +169,7 @@ def test_keys_and_values_of_layers_that_borrow_them_are_not_needed(make_ref, tmp
         rewritten(ref, tmp_path, lambda tensors: tensors | {"model.layers.1.self_attn.v_proj.weight": torch.ones(1)})
 
 
-def test_what_predicts_further_tokens_is_not_needed(make_ref, tmp_path, capsys):
+def test_multi_token_prediction_weights_are_ignored(make_ref, tmp_path, capsys):
     """Checkpoints of Qwen3.5 have it, and transformers ignores it."""
     ref = make_ref("qwen3_5_text", "causal")
     assert same(rewritten(ref, tmp_path, lambda tensors: tensors | {"mtp.fc.weight": torch.ones(16, 32)}), ref.params)
@@ -177,7 +177,7 @@ def test_what_predicts_further_tokens_is_not_needed(make_ref, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "mistral3"])
-def test_of_checkpoints_with_images_the_text_is_loaded(model_type, tmp_path, capsys):
+def test_only_the_text_model_of_an_image_checkpoint_is_loaded(model_type, tmp_path, capsys):
     text = save_image_model(model_type, tmp_path).model.language_model
     network = hub.network(load_config(str(tmp_path)), "causal")
     named = network.to_torch(loading.load(network, str(tmp_path)))

@@ -8,7 +8,7 @@ from lmmods.core.errors import UserError
 
 
 @pytest.mark.parametrize("name", ["albert", "modernbert", "xlm-roberta"])
-def test_any_tree_of_this_shape_goes_both_ways(make_ref, name):
+def test_trees_convert_to_torch_names_and_back(make_ref, name):
     """Shared layers, a layer without a module that others have, and a leaf with two torch names."""
     net, params = make_ref(name, "masked").net, make_ref(name, "masked").params
     moments = jax.tree.map(lambda leaf: leaf**2, params)
@@ -17,7 +17,7 @@ def test_any_tree_of_this_shape_goes_both_ways(make_ref, name):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(moments)))
 
 
-def test_part_of_a_tree_goes_both_ways(make_ref):
+def test_part_of_a_tree_converts_to_torch_names_and_back(make_ref):
     net, params = make_ref("albert", "masked").net, make_ref("albert", "masked").params
     part = {"layers": {"attn": {"q": params["layers"]["attn"]["q"]}}}
     query = "albert.encoder.albert_layer_groups.{}.albert_layers.{}.attention.query.{}"
@@ -26,7 +26,7 @@ def test_part_of_a_tree_goes_both_ways(make_ref):
     assert jax.tree.structure(net.from_torch(net.to_torch(part))) == jax.tree.structure(part)
 
 
-def test_unknown_names_and_missing_layers_are_refused(make_ref):
+def test_unknown_names_and_missing_layers_are_rejected(make_ref):
     net, params = make_ref("llama", "causal").net, make_ref("llama", "causal").params
     named = net.to_torch(params)
     with pytest.raises(UserError, match="not in this network: extra.weight"):

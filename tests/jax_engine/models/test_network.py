@@ -57,7 +57,7 @@ def test_a_rows_dropout_does_not_depend_on_its_batch(make_ref, name, head):
     assert not np.allclose(np.asarray(hidden(ref.params, batch)), whole, atol=1e-2)
 
 
-def test_half_precision_products_keep_float32_where_it_matters(make_ref):
+def test_half_precision_keeps_the_residual_stream_and_logits_in_float32(make_ref):
     ref = make_ref("llama", "causal")
     batch = ref.batch()
     net = hub.network(ref.net.config, "causal", compute_dtype="bfloat16")
@@ -92,7 +92,7 @@ class Halves:
 
 
 @pytest.mark.parametrize(("name", "head"), [("llama", "causal"), ("albert", "masked")])
-def test_a_weight_may_be_kept_in_another_form(make_ref, name, head):
+def test_weights_may_be_stored_in_another_form(make_ref, name, head):
     ref = make_ref(name, head)
     batch = ref.batch()
     leaves = flatten(ref.params)
@@ -115,7 +115,7 @@ def test_a_row_of_padding_gives_finite_gradients(make_ref):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_deep_network_is_no_larger_a_program(make_ref, name):
+def test_a_deeper_model_has_no_larger_program(make_ref, name):
     """Layers are the body of one loop, also if windows and positions alternate. Compile time grows with the program."""
     texts, batch = {}, {"input_ids": np.zeros((1, 6), np.int32)}
     for depth in (2, 32):
@@ -129,7 +129,7 @@ def test_a_deep_network_is_no_larger_a_program(make_ref, name):
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "granite", "cohere2"))])
-def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
+def test_chunked_losses_scale_and_cap_logits(make_ref, name, monkeypatch):
     ref = make_ref(name, "causal")
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 37 * 5)
     monkeypatch.setattr(loss, "MIN_CHUNK", 1)
@@ -158,7 +158,7 @@ def test_chunked_losses_scale_and_cap_logits_too(make_ref, name, monkeypatch):
         assert np.abs(gradient - reference[key]).max() <= 1e-4 * max(np.abs(reference[key]).max(), 1e-3 * largest), key
 
 
-def test_rows_longer_than_the_positions_are_refused(make_ref):
+def test_rows_longer_than_the_position_table_are_rejected(make_ref):
     from lmmods.core.errors import UserError
 
     for name, head, num_positions in (("gpt2", "causal", 32), ("roberta", "masked", 28)):

@@ -10,7 +10,7 @@ from jax_engine.models.relative import Relative
 
 
 @pytest.mark.parametrize(("buckets", "longest"), [(256, 512), (32, 128), (4, 32), (-1, 64)])
-def test_buckets_are_transformers(buckets, longest):
+def test_buckets_equal_transformers(buckets, longest):
     rows, span = torch.zeros(1, 600, 1), buckets if buckets > 0 else longest
     expected = build_relative_position(rows, rows, buckets, longest)[0].numpy()
     actual = Relative(span, longest if buckets > 0 else None, (), False, False).buckets(600)
@@ -23,7 +23,7 @@ def test_buckets_are_transformers(buckets, longest):
      "conv_kernel_size": 0},
     {"relative_attention": False, "position_biased_input": True, "norm_rel_ebd": "none"},
 ], ids=["own-matrices", "one-kind", "none"])
-def test_the_choices_of_configurations(make_ref, changes):
+def test_every_option_of_debertas_configuration_equals_transformers(make_ref, changes):
     ref = make_ref("deberta-v2", "masked", **changes)
     batch = ref.batch()
     with torch.no_grad():

@@ -38,7 +38,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("config", "module", "kind", "options"), CASES)
-def test_queries_turn_as_in_transformers(config, module, kind, options):
+def test_queries_are_rotated_as_in_transformers(config, module, kind, options):
     rope, reference = rope_of(config, **options), kind(config)
     for length in (20, 64, 200):
         positions = np.arange(length)[None]
@@ -49,7 +49,7 @@ def test_queries_turn_as_in_transformers(config, module, kind, options):
         assert np.allclose(rotate(jnp.asarray(q), angles, rope.interleaved), expected, atol=1e-4)
 
 
-def test_lengths_are_those_of_each_text():
+def test_each_text_has_its_own_length():
     positions = jnp.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
     real = jnp.array([[1] * 6, [1] * 4 + [0] * 2, [0] * 2 + [1] * 4]) > 0
     assert text_lengths(positions, real)[0].tolist() == [3, 3, 3, 2, 2, 1]
@@ -58,7 +58,7 @@ def test_lengths_are_those_of_each_text():
     assert text_lengths(positions, None)[1].tolist() == [6] * 6
 
 
-def test_layers_without_positions_turn_nothing():
+def test_layers_without_positions_rotate_nothing():
     rope = rope_of(CASES[-1][0], interleaved=True)
     q = RANDOM.normal(size=(1, 5, 3, 32)).astype(np.float32)
     assert np.array_equal(rotate(jnp.asarray(q), rope.without_rotation().angles(jnp.arange(5)[None], None), True), q)
@@ -69,7 +69,7 @@ def test_layers_without_positions_turn_nothing():
     ({"rope_type": "linear"}, "KeyError 'factor'"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "llama rotates whole heads"),
 ])
-def test_what_cannot_be_computed_is_refused(rope, message):
+def test_unsupported_rope_parameters_are_rejected(rope, message):
     config = LlamaConfig(**SIZES)
     config.rope_parameters = {"rope_theta": 1e4, **rope}
     with pytest.raises(UserError, match=message):

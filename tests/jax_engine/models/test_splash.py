@@ -36,7 +36,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(("name", "rows", "causal", "window"), [
     ("segment_ids", DOCUMENTS, True, 40), ("attention_mask", (DOCUMENTS > 0).astype(int), False, None),
 ])
-def test_splash_is_plain_attention_for_real_tokens(interpreted, name, rows, causal, window):
+def test_splash_attention_equals_plain_attention_for_real_tokens(interpreted, name, rows, causal, window):
     batch = {"input_ids": jnp.zeros((2, LENGTH), jnp.int32), name: jnp.asarray(rows, jnp.int32)}
     kernel = replace(CAUSAL, causal=causal, window=window)
     q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, LENGTH, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
@@ -84,13 +84,13 @@ def test_the_program_for_a_tpu_calls_splash(sizes, part):
     assert all(f"(tensor<1x1x1xi8>, tensor<1x1x1xi8>, tensor<{part}x256x8xbf16>" in line for line in calls)
 
 
-def test_rows_that_are_no_whole_blocks_are_left_to_plain_attention():
+def test_rows_that_are_not_whole_blocks_use_plain_attention():
     assert CAUSAL.for_batch({"input_ids": jnp.zeros((2, 200), jnp.int32)}) is None
     with jax.set_mesh(ShardedMesh(sequence=2, devices=jax.devices()[:2]).mesh):
         assert CAUSAL.for_batch({"input_ids": jnp.zeros((2, LENGTH), jnp.int32)}) is None
 
 
-def test_a_tpu_takes_splash(make_ref, capsys):
+def test_a_tpu_uses_splash_unless_the_recipe_says_eager(make_ref, capsys):
     arch = replace(make_ref("mistral", "causal").net.arch, head_dim=8)
     fused._report.cache_clear()
     on = target_named("v5e-8")
