@@ -18,7 +18,7 @@ PACKED = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 4 + [0] * 3, [1] * 10])
 KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_ids": PACKED}}
 
 
-def exact(q, k, v, sinks, mask, scale, cap, weights) -> list[torch.Tensor]:
+def compute_exact(q, k, v, sinks, mask, scale, cap, weights) -> list[torch.Tensor]:
     """Return attention by its formula in float64 [B, T, H * D], and the gradients of its weighted sum."""
     q, k, v, sinks = inputs = [x if x is None else torch.tensor(x).double().requires_grad_() for x in (q, k, v, sinks)]
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) * float(scale)
@@ -34,7 +34,7 @@ def exact(q, k, v, sinks, mask, scale, cap, weights) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("causal", "window", "cap", "has_sinks"), [
     (True, None, None, False), (True, 3, 0.8, True), (False, None, None, False)])
-def test_blocked_attention_equals_plain_attention_for_real_tokens(monkeypatch, block, kind, causal, window, cap, has_sinks):
+def test_blocked_attention_equals_plain_attention(monkeypatch, block, kind, causal, window, cap, has_sinks):
     monkeypatch.setattr(blocked, "CAUSAL_BLOCK", block)
     monkeypatch.setattr(blocked, "BLOCK", block)
     random = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def test_blocked_attention_equals_plain_attention_for_real_tokens(monkeypatch, b
 
     plain = run(lambda *qkv: attend(*qkv[:3], mask, scale, cap=cap, sinks=qkv[3]))
     blocks = run(lambda *qkv: attend_blocked(causal, cap, *qkv[:3], mask, scale, qkv[3]))
-    mixed, *gradients = exact(q, k, v, sinks, mask, scale, cap, weights)
+    mixed, *gradients = compute_exact(q, k, v, sinks, mask, scale, cap, weights)
     assert len(blocks) == 4 + has_sinks
     assert_as_close(blocks, plain, [mixed[torch.tensor(real)], *gradients])
 

@@ -22,7 +22,7 @@ CONFIG = Qwen2Config(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num
                      max_window_layers=1, attention_dropout=0.2)
 
 
-def rows(kind: str) -> dict[str, np.ndarray]:
+def make_rows(kind: str) -> dict[str, np.ndarray]:
     """Return columns [ROWS, LENGTH] with a label at every token, also at the borders."""
     random = np.random.default_rng(0)
     real = PACKED > 0 if kind == "packed" else LENGTHS
@@ -35,11 +35,11 @@ def rows(kind: str) -> dict[str, np.ndarray]:
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
-def of_ranks(columns: dict[str, np.ndarray], ranks: int) -> dict[str, np.ndarray]:
+def split_by_rank(columns: dict[str, np.ndarray], ranks: int) -> dict[str, np.ndarray]:
     return {name: column.reshape(ranks, -1, LENGTH) for name, column in columns.items()}
 
 
-def step(net):
+def make_step(net):
     """Return the function that computes the mean loss over tokens and its gradients."""
     def loss(params, batch):
         batch = {name: x.reshape(-1, LENGTH) for name, x in batch.items()}
@@ -55,16 +55,16 @@ def step(net):
     pytest.param("packed", {"fsdp": 2, "sequence": 2}, {"lora": LoRA(rank=4, dropout=0.3)}, marks=pytest.mark.slow),
 ], ids=["padded", "packed"])
 def test_sequence_shards_have_the_losses_and_gradients_of_whole_rows(monkeypatch, kind, sizes, settings):
-    net, columns = hub.network(CONFIG, "causal", **settings), rows(kind)
+    net, columns = hub.network(CONFIG, "causal", **settings), make_rows(kind)
     random = np.random.default_rng(1)
     params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), net.shapes)
-    expected_loss, expected = jax.jit(step(net))(params, of_ranks(columns, 1))
+    expected_loss, expected = jax.jit(make_step(net))(params, split_by_rank(columns, 1))
 
     # Three queries at a time, from shards of four or eight.
     monkeypatch.setattr(context_parallel, "SCORE_BYTES", 4 * LENGTH * 4 * 3)
     mesh = ShardedMesh(**sizes, devices=jax.devices()[:np.prod(list(sizes.values()))])
-    compiled = mesh.compile(step(net), ("state", "batch"), ("scalar", "state"))
-    batch = mesh.put_batch(of_ranks(columns, mesh.data_parallel_size))
+    compiled = mesh.compile(make_step(net), ("state", "batch"), ("scalar", "state"))
+    batch = mesh.put_batch(split_by_rank(columns, mesh.data_parallel_size))
     loss, actual = compiled(mesh.put_state(params), batch)
     assert abs(loss - expected_loss) <= 1e-5 * expected_loss
     actual, expected = flatten(mesh.fetch_state(actual)), flatten(expected)
@@ -80,7 +80,7 @@ def test_parameters_are_also_sharded_along_the_sequence_axis():
 
 
 def test_no_device_stores_the_scores_of_all_its_queries(monkeypatch):
-    """Rows of 4,096 tokens over eight devices: each has 512 queries, and computes 32 at a time."""
+    """Rows of 4,096 tokens over eight devices: each device has 512 queries and computes 32 at a time."""
     length, heads = 4096, 32
     monkeypatch.setattr(context_parallel, "SCORE_BYTES", 32 * 4 * heads * length)
     x, ids = (jax.ShapeDtypeStruct((1, length, *sizes), dtype) for sizes, dtype in (((heads, 8), jnp.bfloat16),
@@ -91,5 +91,5 @@ def test_no_device_stores_the_scores_of_all_its_queries(monkeypatch):
         return pattern.attend(q, k, v, jnp.float32(1)).astype(jnp.float32).sum()
 
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=8).mesh):
-        done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, ids).compile()
-    assert done.memory_analysis().temp_size_in_bytes < 512 * heads * length * 4 / 2
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * heads * length * 4 / 2

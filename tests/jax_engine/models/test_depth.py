@@ -34,8 +34,8 @@ def test_alternating_layer_kinds_equal_transformers(make_ref):
     batch = ref.batch()
     labels, inputs = labels_of(batch), {name: torch.tensor(value) for name, value in batch.items()}
     output = ref.torch(**inputs, output_router_logits=True)
-    scored = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
-    torch.nn.functional.cross_entropy(*scored, reduction="sum").backward()
+    pairs = output.logits[:, :-1].flatten(0, 1), torch.tensor(labels[:, 1:]).flatten()
+    torch.nn.functional.cross_entropy(*pairs, reduction="sum").backward()
     reference, real = output.logits.detach().numpy(), batch["attention_mask"] > 0
     logits, _, gradients = ref.outputs
     assert np.abs(logits - reference)[real].max() <= 1e-4 * np.abs(reference).max()
@@ -46,8 +46,8 @@ def test_alternating_layer_kinds_equal_transformers(make_ref):
         scale = max(parameter.grad.abs().max().item(), 1e-3 * largest)
         assert np.abs(named[name] - parameter.grad.numpy()).max() <= 1e-4 * scale, name
     whole, load = jax.jit(ref.net.hidden_and_load)(ref.params, batch)
-    chosen = [layer.view(4, 9, -1).topk(2, -1).indices.numpy() for layer in output.router_logits]
-    counts = [[np.bincount(layer[row][real[row]].ravel(), minlength=4) for row in range(4)] for layer in chosen]
+    indices = [layer.view(4, 9, -1).topk(2, -1).indices.numpy() for layer in output.router_logits]
+    counts = [[np.bincount(layer[row][real[row]].ravel(), minlength=4) for row in range(4)] for layer in indices]
     assert len(counts) == 2 and np.array_equal(load.counts, counts)
 
     step = jax.jit(lambda batch, cache: ref.net.hidden(ref.params, batch, cache=cache))

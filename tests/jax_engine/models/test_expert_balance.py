@@ -32,9 +32,9 @@ def test_padding_affects_neither_tokens_nor_load(make_ref):
     real = batch["attention_mask"] > 0
     run = jax.jit(ref.net.hidden_and_load)
     hidden, load = run(ref.params, batch)
-    other, again = run(ref.params, batch | {"input_ids": np.where(real, batch["input_ids"], 7)})
-    assert np.array_equal(np.asarray(hidden)[real], np.asarray(other)[real])
-    assert all(np.array_equal(a, b) for a, b in zip(load, again, strict=True))
+    other_hidden, other_load = run(ref.params, batch | {"input_ids": np.where(real, batch["input_ids"], 7)})
+    assert np.array_equal(np.asarray(hidden)[real], np.asarray(other_hidden)[real])
+    assert all(np.array_equal(a, b) for a, b in zip(load, other_load, strict=True))
     assert np.array_equal(load.counts.sum(-1), 2 * real.sum(1)[None].repeat(2, 0))
     packed = {"input_ids": batch["input_ids"], "segment_ids": real.astype(int)}
     assert np.array_equal(run(ref.params, packed)[1].num_tokens[0], real.sum(1))
@@ -50,7 +50,7 @@ def test_balance_and_load_of_each_row_equal_transformers(make_ref, name):
     ref.torch.zero_grad()
     outputs = ref.torch(**inputs, output_router_logits=True)
     probabilities = on_torch.router_probabilities(ref.torch, outputs)
-    # Gemma 4 has probabilities there.
+    # Gemma 4 returns probabilities instead.
     logits = [layer.log() for layer in outputs.router_logits] if name == "gemma4_text" else outputs.router_logits
     num, by_layer = logits[0].shape[-1], [layer.view(*real.shape, -1) for layer in logits]
     expected = sum(weight * sum(load_balancing_loss_func((layer[row],), num, 2, inputs["attention_mask"][row:row + 1])
@@ -58,9 +58,9 @@ def test_balance_and_load_of_each_row_equal_transformers(make_ref, name):
     (coefficient * expected).backward(retain_graph=True)
     expected_grads = {key: parameter.grad.clone() for key, parameter in ref.torch.named_parameters()
                       if parameter.grad is not None}
-    chosen = [layer.topk(2, -1).indices.numpy() for layer in by_layer]
+    indices = [layer.topk(2, -1).indices.numpy() for layer in by_layer]
     counts = np.array([[np.bincount(layer[row][real[row] > 0].ravel(), minlength=num) for row in range(4)]
-                       for layer in chosen]) / real.sum(1)[:, None] * num / 2
+                       for layer in indices]) / real.sum(1)[:, None] * num / 2
     values = [expected.item(), *(counts.max(-1).mean(0) @ weights, counts.min(-1).mean(0) @ weights)]
 
     ref.torch.zero_grad()
@@ -123,8 +123,8 @@ def test_flops_count_only_the_experts_that_a_token_uses(make_ref):
     task.network = ref.net
     sizes = {name: parameter.numel() for name, parameter in ref.torch.named_parameters()}
     active = sum(size // 2 if ".experts." in name else size for name, size in sizes.items())  # two of four
-    for_step = 6 * active - 6 * sizes["model.embed_tokens.weight"]
-    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == for_step
+    expected = 6 * active - 6 * sizes["model.embed_tokens.weight"]
+    assert task.flops_per_token(ref.params, {}) == training_flops(ref.torch) == expected
     assert widths_of(ref.config).wide == 2 * 12
 
 

@@ -22,7 +22,7 @@ from lmmods.torch_engine.nn import export
 from lmmods.torch_engine.nn.loading import load_pretrained
 
 
-def rewritten(ref, folder, change):
+def load_with(ref, folder, change):
     folder.mkdir(exist_ok=True)
     tensors = change(load_file(ref.folder / "model.safetensors"))
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
@@ -48,7 +48,7 @@ def test_stacked_files_and_renamed_modules_load_the_same_bits(make_ref, tmp_path
 ])
 def test_experts_that_do_not_fit_are_rejected_by_name(make_ref, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
-        rewritten(make_ref("qwen3_moe"), tmp_path, change)
+        load_with(make_ref("qwen3_moe"), tmp_path, change)
 
 
 def test_mxfp4_values_equal_transformers():
@@ -96,8 +96,8 @@ def test_both_engines_load_an_mxfp4_folder_as_plain_weights(in_mxfp4, tmp_path):
     export.save(model, tmp_path / "torch", False, None, True)
     for engine in ("jax", "torch"):
         assert "quantization_config" not in json.loads((tmp_path / engine / "config.json").read_text())
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / engine)
-        assert all(torch.equal(value, expected[key]) for key, value in again.named_parameters())
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / engine)
+        assert all(torch.equal(value, expected[key]) for key, value in reloaded.named_parameters())
 
 
 def test_mxfp4_experts_are_requantised_if_the_recipe_says_so(in_mxfp4):

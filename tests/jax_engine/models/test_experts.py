@@ -24,11 +24,11 @@ from lmmods.torch_engine.nn.lora import add_lora
 from tests.closeness import assert_as_close
 
 
-def in_form(net, form):
+def use_implementation(net, form):
     return Network(net.config, net.family, net.arch, net.head, dataclasses.replace(net.build, experts=form))
 
 
-def with_adapters(ref, quantize=None):
+def add_random_adapters(ref, quantize=None):
     """Return the network with random adapters on its attention and experts, and its parameters."""
     net = hub.network(ref.net.config, "causal", lora=LoRA(rank=2, target_parameters=[
         "experts.gate_up_proj", "experts.down_proj"]))
@@ -43,7 +43,7 @@ def with_adapters(ref, quantize=None):
         ("gpt_oss", "ragged"), ("mixtral", "ragged")))])
 def test_sorted_implementations_equal_the_dense_one(make_ref, name, form, monkeypatch):
     monkeypatch.setattr(experts, "BLOCK_SIZES", (2, 4))
-    net, params = with_adapters(make_ref(name))
+    net, params = add_random_adapters(make_ref(name))
     batch = make_ref(name).batch()
 
     def gradients(net):
@@ -51,7 +51,7 @@ def test_sorted_implementations_equal_the_dense_one(make_ref, name, form, monkey
         value, grads = run(params)
         return {"loss": value, **flatten(grads)}
 
-    actual, dense = gradients(in_form(net, form)), gradients(in_form(net, "dense"))
+    actual, dense = gradients(use_implementation(net, form)), gradients(use_implementation(net, "dense"))
     for path, leaf in dense.items():
         assert np.abs(actual[path] - leaf).max() <= 2e-5 * max(np.abs(leaf).max(), 1e-3), path
 
@@ -63,12 +63,12 @@ def test_all_tokens_may_use_one_expert_and_some_experts_none():
     tokens, weights, matrices = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tokens, weights, matrices))
     inner = lambda x: x[..., :3] * x[..., 3:]  # noqa: E731
     up, down = (np.asarray(matrices[name], np.float64) for name in ("gate_up_proj", "down_proj"))
-    for chosen in ([[1, 1]] * 7, [[0, 2]] * 7, [[0, 1], [2, 1], [9, 2], [-1, 0], [2, 0], [1, 2], [2, 9]]):
+    for indices in ([[1, 1]] * 7, [[0, 2]] * 7, [[0, 1], [2, 1], [9, 2], [-1, 0], [2, 0], [1, 2], [2, 9]]):
         dense, *sorted_forms = (
-            experts._apply_experts(inner, form, False, tokens, weights, jnp.array([chosen]), matrices)
+            experts._apply_experts(inner, form, False, tokens, weights, jnp.array([indices]), matrices)
             for form in ("dense", "ragged", "blocks"))
         exact = np.zeros(tokens.shape)
-        for (token, rank), expert in np.ndenumerate(chosen):
+        for (token, rank), expert in np.ndenumerate(indices):
             if 0 <= expert < 3:
                 exact[0, token] += float(weights[0, token, rank]) * down[expert] @ inner(up[expert] @ tokens[0, token])
         for actual in sorted_forms:
@@ -95,8 +95,8 @@ def test_experts_divided_over_devices_compute_the_same_as_on_one(make_ref, name,
     """Compare loss, balance, load and gradients of packed rows; all parameters train, or adapters on frozen experts."""
     changes = {"hidden_size": 64, "moe_intermediate_size": 64} if adapts == "nf4" else {}  # rows of whole blocks
     ref, task = make_ref(name, **SMALL[name], **changes), SFT(pretrained="-", balance_loss=0.3)
-    net, params = with_adapters(ref, "nf4" if adapts == "nf4" else None) if adapts else (ref.net, ref.params)
-    task.network = in_form(net, form)
+    net, params = add_random_adapters(ref, "nf4" if adapts == "nf4" else None) if adapts else (ref.net, ref.params)
+    task.network = use_implementation(net, form)
     mesh = ShardedMesh(**{"fsdp": 1} | sizes, devices=jax.devices()[:math.prod(sizes.values())])
     ranks, random = mesh.data_parallel_size, np.random.default_rng(3)
     real = np.arange(9) < random.integers(6, 10, (2 * ranks, 1))
@@ -123,19 +123,20 @@ def test_experts_divided_over_devices_compute_the_same_as_on_one(make_ref, name,
     assert all(np.array_equal(a, b) for a, b in zip(whole, jax.tree.leaves(trees), strict=True))
     step = mesh.compile(gradients, ("state", "state", "batch"), ("state", "scalar"))
     actual, sums = step(*placed, mesh.put_batch(batch))
-    expected, one = jax.jit(gradients)(*trees, batch)
-    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(one), strict=True))
+    expected, reference = jax.jit(gradients)(*trees, batch)
+    assert all(np.allclose(a, b, rtol=1e-5)
+               for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(reference), strict=True))
     actual, expected = flatten(mesh.fetch_state(actual)), flatten(expected)
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     for path, leaf in expected.items():
         assert np.abs(actual[path] - leaf).max() <= 1e-5 * max(np.abs(leaf).max(), 0.01 * largest), path
 
 
-@pytest.mark.parametrize(("name", "says"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("llama", "llama has no experts"), ("mixtral", "mixtral has 5 experts .* 2 does not")])
-def test_experts_that_devices_cannot_divide_are_rejected(make_ref, name, says):
+def test_experts_that_devices_cannot_divide_are_rejected(make_ref, name, message):
     mixture = make_ref(name).net.arch.experts
-    with pytest.raises(UserError, match=f"mesh size expert is 2, but {says}"):
+    with pytest.raises(UserError, match=f"mesh size expert is 2, but {message}"):
         experts.check_expert_mesh(ShardedMesh(expert=2).expert_size, name, mixture)
     experts.check_expert_mesh(ShardedMesh().expert_size, name, mixture)
 
@@ -153,7 +154,7 @@ def test_all_linear_excludes_experts_and_routers_on_both_engines(make_ref, name,
     else:
         assert all(".self_attn." in key for key in trained) and len(trained) == 16
     model.save_pretrained(tmp_path)
-    assert adapter_settings(tmp_path, ref.net).rank == 2  # of PEFT's folder
+    assert adapter_settings(tmp_path, ref.net).rank == 2  # PEFT's folder is read, too
 
 
 @pytest.mark.parametrize("target", ["gate", "gate_up_proj", "experts", "w1"])

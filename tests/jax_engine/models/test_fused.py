@@ -1,6 +1,6 @@
 """Calls of the fused kernel, replaced by XLA's implementation, against plain attention; and the kernel's check.
 
-cuDNN's kernel runs only on GPUs; there a check compares it each time a network is built.
+cuDNN's kernel runs only on GPUs, where a check compares it each time a network is built.
 """
 
 import re
@@ -30,7 +30,7 @@ KINDS = {"full": {}, "padded": {"attention_mask": LENGTHS}, "packed": {"segment_
 CAUSAL = Fused(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", causal=True, scale=0.3, implementation="xla")
 
 
-def rows(kind: str, length: int = 10) -> dict:
+def make_rows(kind: str, length: int = 10) -> dict:
     ids = np.concatenate([RANDOM.integers(3, VOCAB, (2, 7)), RANDOM.integers(3, VOCAB, (2, 3))], 1)
     return {name: jnp.asarray(x[:, :length], jnp.int32) for name, x in ({"input_ids": ids} | KINDS[kind]).items()}
 
@@ -38,10 +38,10 @@ def rows(kind: str, length: int = 10) -> dict:
 @pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_attention_equals_plain_attention_for_real_tokens(kind, causal, window):
+def test_fused_attention_equals_plain_attention(kind, causal, window):
     if window and not causal:
         return
-    batch, kernel = rows(kind), replace(CAUSAL, causal=causal, window=window)
+    batch, kernel = make_rows(kind), replace(CAUSAL, causal=causal, window=window)
     q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
     real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
     weights = (weights * real[..., None, None]).reshape(2, 10, -1)
@@ -62,16 +62,16 @@ def test_fused_attention_equals_plain_attention_for_real_tokens(kind, causal, wi
 def test_padded_rows_of_a_causal_model_need_no_mask(monkeypatch):
     monkeypatch.setattr(fused, "attention_mask", None)
     q, k, v = (jnp.ones((2, 10, heads, 8)) for heads in (4, 2, 2))
-    assert CAUSAL.for_batch(rows("padded"))(q, k, v).shape == (2, 10, 32)
+    assert CAUSAL.for_batch(make_rows("padded"))(q, k, v).shape == (2, 10, 32)
     with pytest.raises(TypeError):
-        CAUSAL.for_batch(rows("packed"))
+        CAUSAL.for_batch(make_rows("packed"))
 
 
 def test_rows_that_the_kernel_does_not_support_use_plain_attention():
-    assert CAUSAL.for_batch(rows("padded", 1)) is None
-    assert CAUSAL.for_batch(rows("packed", 9)) is None and CAUSAL.for_batch(rows("padded", 9)) is not None
-    assert replace(CAUSAL, by_mask=False).for_batch(rows("packed")) is None
-    assert replace(CAUSAL, by_length=False, by_mask=False).for_batch(rows("padded")) is None
+    assert CAUSAL.for_batch(make_rows("padded", 1)) is None
+    assert CAUSAL.for_batch(make_rows("packed", 9)) is None and CAUSAL.for_batch(make_rows("padded", 9)) is not None
+    assert replace(CAUSAL, by_mask=False).for_batch(make_rows("packed")) is None
+    assert replace(CAUSAL, by_length=False, by_mask=False).for_batch(make_rows("padded")) is None
 
 
 @pytest.mark.parametrize(("name", "head", "kind"), [
@@ -79,7 +79,7 @@ def test_rows_that_the_kernel_does_not_support_use_plain_attention():
 ])
 def test_a_model_computes_the_same_with_and_without_the_kernel(make_ref, name, head, kind):
     net = make_ref(name, head).net
-    batch, params = rows(kind), make_ref(name, head).params
+    batch, params = make_rows(kind), make_ref(name, head).params
     if kind == "packed":
         batch["position_ids"] = jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3, 0, 0, 0]])
     real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
@@ -112,7 +112,7 @@ def test_a_model_computes_the_same_with_and_without_the_kernel(make_ref, name, h
 @pytest.mark.parametrize(("kind", "sizes", "shape"), [
     ("packed", {"tensor": 2}, (2, 10, 16)), ("padded", {"sequence": 2}, (2, 5, 32))])
 def test_rows_and_heads_stay_sharded_over_a_mesh(kind, sizes, shape):
-    batch = {name: jnp.tile(x, (4, 1)) for name, x in rows(kind).items()}
+    batch = {name: jnp.tile(x, (4, 1)) for name, x in make_rows(kind).items()}
     q, k, v = (jnp.asarray(RANDOM.normal(size=(8, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     expected = CAUSAL.for_batch(batch)(q, k, v)
     with jax.set_mesh(ShardedMesh(data=2, fsdp=2, **sizes).mesh):
@@ -131,16 +131,16 @@ def test_sequence_shards_are_exchanged_for_heads_and_never_gathered():
     x = jax.ShapeDtypeStruct((2, 16, 24), jnp.float32)
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((24, 4, 8), (24, 2, 8), (24, 2, 8), (32, 24))]
     with jax.set_mesh(ShardedMesh(fsdp=1, sequence=2, devices=jax.devices()[:2]).mesh):
-        done = jax.jit(jax.grad(lambda x, weights: loss(shard_sequence(x), weights), (0, 1))).lower(x,
-                                                                                                    weights).compile()
-    assert "all-to-all" in done.as_text() and "all-gather" not in done.as_text()
+        differentiate = jax.jit(jax.grad(lambda x, weights: loss(shard_sequence(x), weights), (0, 1)))
+        compiled = differentiate.lower(x, weights).compile()
+    assert "all-to-all" in compiled.as_text() and "all-gather" not in compiled.as_text()
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("packed", {"sequence": 2}), ("padded", {"sequence": 2, "tensor": 2})])
-def test_sequence_shards_that_the_kernel_does_not_support_use_plain_attention(kind, sizes):
-    """Packed rows, which need a mask quadratic in the length; and fewer heads than devices."""
+def test_unsupported_sequence_shards_use_plain_attention(kind, sizes):
+    """Packed rows, whose mask is quadratic in the length, and fewer heads than devices."""
     with jax.set_mesh(ShardedMesh(**sizes).mesh):
-        assert CAUSAL.for_batch(rows(kind)) is None
+        assert CAUSAL.for_batch(make_rows(kind)) is None
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -152,8 +152,8 @@ def test_sequence_shards_that_the_kernel_does_not_support_use_plain_attention(ki
 ])
 def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, replicated):
     """Compile without running: which kernel the program calls forward and backward, with which mask and window."""
-    for name, answer in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():
-        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, answer=answer: answer)
+    for name, result in {"check_cudnn_version": 91000, "check_compute_capability": True}.items():
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, result=result: result)
     kernel = replace(CAUSAL, dtype="bfloat16", implementation="cudnn", **changes)
 
     def gradient(batch, *qkv):
@@ -163,7 +163,7 @@ def test_the_program_for_a_gpu_calls_cudnn(monkeypatch, kind, changes, called, r
         mesh, everywhere = jax.make_mesh((1,), ("replica",)), jax.sharding.PartitionSpec()
         gradient = jax.shard_map(gradient, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     qkv = [jnp.ones((2, 10, heads, 8), jnp.bfloat16) for heads in (4, 2, 2)]
-    lowered = jax.jit(gradient).trace(rows(kind), *qkv).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(gradient).trace(make_rows(kind), *qkv).lower(lowering_platforms=("cuda",))
     program = lowered.as_text().replace("\\22", '"')
     assert re.findall(r"@__cudnn\$(\w+)", program) == [called[0], f"{called[0]}Backward"]
     assert set(re.findall(r'"mask_type": "(\w+)"', program)) == {called[1]}
@@ -202,12 +202,12 @@ def test_a_kernel_that_passes_its_check_is_chosen_and_reported_once(make_ref, gp
 
 
 def test_a_kernel_that_cannot_run_here_is_assumed_to_pass(make_ref, gpu, capsys):
-    arch, on = arch_of(make_ref, "mistral"), target_named("8xH100")
-    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).by_mask
+    arch, target_kind = arch_of(make_ref, "mistral"), target_named("8xH100")
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, target_kind).by_mask
     assert "Attention: xla's fused kernel, assumed to pass its check" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("changes", "dtype", "requested", "why"), [
+@pytest.mark.parametrize(("changes", "dtype", "requested", "reason"), [
     ({}, "bfloat16", "eager", "attention: eager"),
     ({}, "float32", None, "not in float32"),
     ({"head_dim": 10}, "bfloat16", None, "not 10"),
@@ -219,11 +219,11 @@ def test_a_kernel_that_cannot_run_here_is_assumed_to_pass(make_ref, gpu, capsys)
     ({"causal": False, "windows": (3, 3, 3)}, "float16", None, "window to both sides"),
     ({"relative": Relative(8, None, ("c2p",), True, True)}, "float16", None, "relative positions"),
 ])
-def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, changes, dtype, requested, why):
+def test_plain_attention_is_chosen_with_its_reason(make_ref, gpu, capsys, changes, dtype, requested, reason):
     arch = arch_of(make_ref, "llama", **changes)
-    assert why in unsupported_reason(arch, jnp.dtype(dtype), requested)
+    assert reason in unsupported_reason(arch, jnp.dtype(dtype), requested)
     assert choose(arch, jnp.dtype(dtype), "causal", requested) is None
-    assert why in capsys.readouterr().out
+    assert reason in capsys.readouterr().out
 
 
 def test_the_recipe_chooses_between_fused_and_eager_attention(gpu):
@@ -239,32 +239,32 @@ def test_without_a_gpu_no_kernel_is_chosen_or_reported(make_ref, capsys):
 
 
 HALF = replace(CAUSAL, dtype="bfloat16")
-REAL = jax.nn.dot_product_attention
+CORRECT = jax.nn.dot_product_attention
 
 
-def leaking(*args, mask=None, **options):
-    return REAL(*args, **options)
+def ignore_mask(*args, mask=None, **options):
+    return CORRECT(*args, **options)
 
 
-def window_off_by_one(*args, local_window_size=None, **options):
+def shift_window(*args, local_window_size=None, **options):
     window = local_window_size and (local_window_size[0] + 1, 0)
-    return REAL(*args, local_window_size=window, **options)
+    return CORRECT(*args, local_window_size=window, **options)
 
 
-def raising(*args, **options):
+def raise_error(*args, **options):
     raise NotImplementedError("no such kernel\nmore")
 
 
-def not_a_number(q, k, v, **options):
-    return jnp.where(jnp.arange(q.shape[1])[:, None, None] == 129, jnp.nan, REAL(q, k, v, **options))
+def return_nan(q, k, v, **options):
+    return jnp.where(jnp.arange(q.shape[1])[:, None, None] == 129, jnp.nan, CORRECT(q, k, v, **options))
 
 
 @pytest.mark.parametrize(("wrong", "kernel", "by_mask", "problem"), [
-    (leaking, HALF, True, "output differs"),
-    (leaking, replace(HALF, causal=False), True, "output differs"),
-    (window_off_by_one, replace(HALF, window=64), False, "output differs"),
-    (raising, HALF, False, "NotImplementedError: no such kernel"),
-    (not_a_number, HALF, False, "not all numbers are finite"),
+    (ignore_mask, HALF, True, "output differs"),
+    (ignore_mask, replace(HALF, causal=False), True, "output differs"),
+    (shift_window, replace(HALF, window=64), False, "output differs"),
+    (raise_error, HALF, False, "NotImplementedError: no such kernel"),
+    (return_nan, HALF, False, "not all numbers are finite"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_the_check_finds_a_wrong_kernel(monkeypatch, wrong, kernel, by_mask, problem):
     fused.find_mismatch.cache_clear()
@@ -284,12 +284,12 @@ def test_a_correct_encoder_kernel_passes_its_check():
 def test_only_rows_that_fail_the_check_use_plain_attention(monkeypatch, capsys):
     for cached in (fused.find_mismatch, fused._report):
         cached.cache_clear()
-    monkeypatch.setattr(jax.nn, "dot_product_attention", leaking)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", ignore_mask)
     chosen = keep_passing_uses(HALF)
     assert chosen == replace(HALF, by_mask=False)
     assert "packed rows: output differs by" in capsys.readouterr().out
     fused.find_mismatch.cache_clear()
-    monkeypatch.setattr(jax.nn, "dot_product_attention", raising)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", raise_error)
     assert keep_passing_uses(HALF) is None
     assert "Attention: plain, because the fused kernel fails its check" in capsys.readouterr().out
     for cached in (fused.find_mismatch, fused._report):

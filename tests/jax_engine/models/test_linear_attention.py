@@ -15,7 +15,7 @@ HEADS, GROUPS, SIZE, OUT = 2, 3, 8, 5
 NAMES = ("q", "k", "v", "decay", "rate")
 
 
-def inputs(length: int, batch: int = 2) -> dict[str, np.ndarray]:
+def make_inputs(length: int, batch: int = 2) -> dict[str, np.ndarray]:
     random = np.random.default_rng(length)
     shape, values = (batch, length, HEADS), HEADS * GROUPS
     q, k = (random.normal(size=(*shape, SIZE)) for _ in range(2))
@@ -26,7 +26,7 @@ def inputs(length: int, batch: int = 2) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in tensors.items()}
 
 
-def recurrent(q, k, v, decay, rate):
+def apply_recurrence(q, k, v, decay, rate):
     """Apply the rule token by token, in the dtype of the inputs."""
     q, k = (np.repeat(x, GROUPS, 2) for x in (q, k))
     state = np.zeros((len(k), HEADS * GROUPS, SIZE, OUT), k.dtype)
@@ -41,8 +41,8 @@ def recurrent(q, k, v, decay, rate):
 
 @pytest.mark.parametrize("length", [1, 7, CHUNK, CHUNK + 1, 3 * CHUNK - 10])
 def test_the_chunked_rule_equals_the_recurrence(length):
-    tensors = inputs(length)
-    plain, exact = (recurrent(*(value.astype(dtype) for value in tensors.values()))
+    tensors = make_inputs(length)
+    plain, exact = (apply_recurrence(*(value.astype(dtype) for value in tensors.values()))
                     for dtype in (np.float32, np.float64))
     out, state = jax.jit(gated_delta_rule)(*tensors.values())
     assert out.dtype == state.dtype == jnp.float32
@@ -50,7 +50,7 @@ def test_the_chunked_rule_equals_the_recurrence(length):
 
 
 def test_gradients_equal_transformers_recurrence():
-    leaves = inputs(CHUNK + 5)
+    leaves = make_inputs(CHUNK + 5)
     weights = np.random.default_rng(0).normal(size=leaves["v"].shape).astype(np.float32)
 
     def run_torch(dtype):
@@ -70,13 +70,13 @@ def test_each_packed_document_has_its_own_state():
     """Documents start within a chunk and at its start, and span several chunks; the last one is padding."""
     lengths = [10, CHUNK - 10, 5, 2 * CHUNK + 3, 9]
     documents = np.repeat([1, 2, 3, 4, 0], lengths)[None]
-    tensors = inputs(len(documents[0]), batch=1)
+    tensors = make_inputs(len(documents[0]), batch=1)
     rule = jax.jit(gated_delta_rule)
     together = np.asarray(rule(*tensors.values(), documents)[0])
     for document in range(5):
         in_document = documents[0] == document
         alone = {name: value[:, in_document] for name, value in tensors.items()}
-        plain, exact = (recurrent(*(value.astype(dtype) for value in alone.values()))[0]
+        plain, exact = (apply_recurrence(*(value.astype(dtype) for value in alone.values()))[0]
                         for dtype in (np.float32, np.float64))
         assert_as_close(together[:, in_document], plain, exact, terms=1024)
     others = {name: np.where((documents == 4).reshape(1, -1, *[1] * (value.ndim - 2)), value, value[:, ::-1])
@@ -87,13 +87,13 @@ def test_each_packed_document_has_its_own_state():
 
 
 def test_a_row_in_parts_equals_the_whole_row():
-    tensors, size = inputs(CHUNK + 26), CHUNK // 2 + 13
+    tensors, size = make_inputs(CHUNK + 26), CHUNK // 2 + 13
     actual, state = [], np.zeros((2, HEADS, GROUPS, SIZE, OUT), np.float32)
     rule = jax.jit(lambda state, *args: gated_delta_rule(*args, state=state))
     for part in (slice(size), slice(size, None)):
         out, state = rule(state, *(value[:, part] for value in tensors.values()))
         actual.append(out)
-    plain, exact = (recurrent(*(value.astype(dtype) for value in tensors.values()))
+    plain, exact = (apply_recurrence(*(value.astype(dtype) for value in tensors.values()))
                     for dtype in (np.float32, np.float64))
     assert_as_close((np.concatenate(actual, 1), state.reshape(exact[1].shape)), plain, exact, terms=1024)
 

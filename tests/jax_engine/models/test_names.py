@@ -12,9 +12,9 @@ def test_trees_convert_to_torch_names_and_back(make_ref, name):
     """Shared layers, a layer without a module that others have, and a leaf with two torch names."""
     net, params = make_ref(name, "masked").net, make_ref(name, "masked").params
     moments = jax.tree.map(lambda leaf: leaf**2, params)
-    again = net.from_torch(net.to_torch(moments))
-    assert jax.tree.structure(again) == jax.tree.structure(params)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(moments)))
+    converted = net.from_torch(net.to_torch(moments))
+    assert jax.tree.structure(converted) == jax.tree.structure(params)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(moments)))
 
 
 def test_part_of_a_tree_converts_to_torch_names_and_back(make_ref):

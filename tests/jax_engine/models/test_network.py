@@ -1,4 +1,4 @@
-"""Rules of the tree and of programs that one or two families can show; `test_jax_families.py` has the others."""
+"""Properties of parameters and programs, tested on one or two families; `test_jax_families.py` tests the others."""
 
 import copy
 
@@ -30,11 +30,11 @@ def test_remat_and_unroll_change_no_gradient(make_ref, name):
         gradient = jax.jit(jax.grad(lambda p: our_loss(net, p, batch, labels, True)[0]))
         return gradient(ref.params), str(jax.make_jaxpr(gradient)(ref.params)).count("remat")
 
-    plain, of_parts = gradients()  # norms and gated activations are always recomputed
+    plain, num_always = gradients()  # norms and gated activations are always recomputed
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     for options in ({"remat": "minimal"}, {"remat": "full"}, {"unroll": 3}):
         other, num_remats = gradients(**options)
-        assert (num_remats > of_parts) == ("remat" in options)
+        assert (num_remats > num_always) == ("remat" in options)
         for path, leaf in flatten(plain).items():
             scale = max(float(jnp.abs(leaf).max()), 1e-3 * largest)
             assert jnp.abs(leaf - flatten(other)[path]).max() <= 1e-5 * scale, path

@@ -18,8 +18,8 @@ from lmmods.core.hardware import target_named
 
 RANDOM = np.random.default_rng(0)
 LENGTH = 256
-PLACES = np.arange(LENGTH)
-DOCUMENTS = np.stack([1 + (PLACES > 70), np.where(PLACES < 200, 1 + (PLACES > 130), 0)])
+POSITIONS = np.arange(LENGTH)
+DOCUMENTS = np.stack([1 + (POSITIONS > 70), np.where(POSITIONS < 200, 1 + (POSITIONS > 130), 0)])
 CAUSAL = Fused(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", causal=True, scale=0.3, implementation=SPLASH)
 
 
@@ -36,7 +36,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(("name", "rows", "causal", "window"), [
     ("segment_ids", DOCUMENTS, True, 40), ("attention_mask", (DOCUMENTS > 0).astype(int), False, None),
 ])
-def test_splash_attention_equals_plain_attention_for_real_tokens(interpreted, name, rows, causal, window):
+def test_splash_attention_equals_plain_attention(interpreted, name, rows, causal, window):
     batch = {"input_ids": jnp.zeros((2, LENGTH), jnp.int32), name: jnp.asarray(rows, jnp.int32)}
     kernel = replace(CAUSAL, causal=causal, window=window)
     q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, LENGTH, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
@@ -60,9 +60,9 @@ def test_splash_passes_its_check(interpreted):
     assert find_mismatch(replace(CAUSAL, dtype="bfloat16"), by_mask=False) is None
 
 
-@pytest.mark.parametrize(("sizes", "part"), [(None, "2x4"), ({"fsdp": 2, "tensor": 2}, "2"),
+@pytest.mark.parametrize(("sizes", "layout"), [(None, "2x4"), ({"fsdp": 2, "tensor": 2}, "2"),
                                              ({"fsdp": 1, "tensor": 4}, "2x4")])
-def test_the_program_for_a_tpu_calls_splash(sizes, part):
+def test_the_program_for_a_tpu_calls_splash(sizes, layout):
     """Compile without running; on a mesh for each device's rows, and for its heads if key heads are divisible."""
     batch = {"input_ids": jnp.zeros((2, LENGTH), jnp.int32), "segment_ids": jnp.asarray(DOCUMENTS, jnp.int32)}
     kernel = replace(CAUSAL, dtype="bfloat16")
@@ -81,7 +81,7 @@ def test_the_program_for_a_tpu_calls_splash(sizes, part):
             text = program()
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line]
     assert {name for line in calls for name in re.findall(r"splash_mha_(fwd|dq|dkv)", line)} == {"fwd", "dq", "dkv"}
-    assert all(f"(tensor<1x1x1xi8>, tensor<1x1x1xi8>, tensor<{part}x256x8xbf16>" in line for line in calls)
+    assert all(f"(tensor<1x1x1xi8>, tensor<1x1x1xi8>, tensor<{layout}x256x8xbf16>" in line for line in calls)
 
 
 def test_rows_that_are_not_whole_blocks_use_plain_attention():
@@ -93,8 +93,8 @@ def test_rows_that_are_not_whole_blocks_use_plain_attention():
 def test_a_tpu_uses_splash_unless_the_recipe_says_eager(make_ref, capsys):
     arch = replace(make_ref("mistral", "causal").net.arch, head_dim=8)
     fused._report.cache_clear()
-    on = target_named("v5e-8")
-    assert choose(arch, jnp.dtype("bfloat16"), "causal", "eager", on) is None
-    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, on).implementation == SPLASH
+    target = target_named("v5e-8")
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", "eager", target) is None
+    assert choose(arch, jnp.dtype("bfloat16"), "causal", None, target).implementation == SPLASH
     assert "Attention: splash's fused kernel, assumed" in capsys.readouterr().out
     fused._report.cache_clear()
