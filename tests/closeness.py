@@ -1,8 +1,8 @@
-"""How near a float32 result is to the truth, judged by how near another implementation comes.
+"""Check that a float32 result is as close to the exact value as another implementation's.
 
-How far float32 sums are from the truth depends on the CPU, the libraries and the number of threads, which choose the
-order of summands. What does not is the truth, computed in float64, and that a right implementation misses it by no more
-than another right one does, up to a small factor.
+The error of float32 sums depends on the CPU, the libraries and the number of threads, which choose the order of
+summation. The exact value, computed in float64, does not. Nor does the fact that a correct implementation's error is at
+most a small multiple of another correct implementation's.
 """
 
 import copy
@@ -17,7 +17,7 @@ EPS = 2.0**-23  # of float32
 
 
 class Float64(TorchFunctionMode):
-    """Within it, what asks torch for float32 gets float64, as norms, softmax and rotary angles of transformers do."""
+    """Replace float32 by float64 in calls of torch, as transformers uses float32 in norms, softmax and angles."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def wide(value: Any) -> Any:
@@ -37,68 +37,69 @@ class Float64(TorchFunctionMode):
 
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model whose parameters are float64; run it within `Float64`."""
-    found = copy.deepcopy(model).double()
-    for part in found.modules():  # the experts too: those that PEFT trains in full have a configuration of their own
-        if getattr(getattr(part, "config", None), "_experts_implementation", None) is not None:
-            part.config._experts_implementation = "eager"  # the kernel for groups takes no float64
-    return found
+    """Return a copy of a model with float64 parameters; run it within `Float64`."""
+    copied = copy.deepcopy(model).double()
+    for module in copied.modules():  # experts that PEFT fine-tunes fully have their own configuration
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) is not None:
+            module.config._experts_implementation = "eager"  # the grouped kernel does not support float64
+    return copied
 
 
 def in_both(function: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> tuple[Any, Any]:
-    """What a function makes of a float32 model, and the truth: what it makes of a copy in float64."""
-    exact = in_float64(model)  # before a function that trains
-    found = function(model)
+    """Return the results of a function on a float32 model and on its float64 copy, the exact value."""
+    exact = in_float64(model)  # copied first, as the function may train the model
+    result = function(model)
     with Float64():
-        return found, function(exact)
+        return result, function(exact)
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of a loss alone, by the names of the parameters it reaches; those the model had are dropped, too."""
+    """Return the gradients of a loss by parameter name. The model's own gradients are cleared before and after."""
     model.zero_grad(set_to_none=True)
     loss.backward()
-    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def assert_as_close(ours: Any, reference: Any, truth: Any, *, multiple: float = 4, terms: int = 256,
                     magnitude: float = 0.0) -> None:
-    """Hold a float32 result against the truth: no farther from it than a multiple of the reference's distance.
+    """Check that the error of a float32 result is at most `multiple` times the reference's error, plus rounding.
 
-    To this comes rounding of the size of the sum, `EPS * sqrt(terms) * magnitude`, or a reference that happens to be
-    right in every bit would ask the same of us. Distances are the largest of an array. A reference that is off by a
-    hundredth says that the truth is of something else, as of other random numbers, and judges nothing.
+    Rounding is `EPS * sqrt(terms) * magnitude`; without it, a reference that happens to be exact would require every
+    bit to match. An array's error is the largest of its elements. A reference that is off by a hundredth fails: its
+    exact value then belongs to something else, such as other random numbers.
 
     Args:
-        ours, reference, truth: Arrays of torch, numpy or JAX, or numbers; or dicts and sequences of them, alike in keys
-            and shapes. The truth is the reference's in float64; of two forms of one program, which has none, the
-            reference stands for it, and rounding of the size of the sum is what is allowed.
-        multiple: Of the reference's distance.
-        terms: About how many roundings lie on the way to a number; they add up like a random walk.
-        magnitude: Of the terms, at least. It is taken to be the largest of an array of the truth, and no less than a
-            hundredth of the largest of all arrays: what cancels in exact arithmetic, as the gradient of a key's bias,
-            has rounding alone.
+        ours, reference, truth: Arrays of torch, numpy or JAX, or numbers; or dicts and sequences of them, with equal
+            keys and shapes. The truth is the reference in float64. To compare two forms of one program, which have no
+            float64 version, pass the reference as the truth; then only rounding is allowed.
+        multiple: Maximum ratio of the two errors.
+        terms: Approximate number of roundings per result; they add up like a random walk.
+        magnitude: Minimum size of the terms. The size is the largest value of the exact array, and at least a hundredth
+            of the largest of all arrays: what cancels in exact arithmetic, such as the gradient of a key bias, consists
+            of rounding alone.
     """
-    found, beside, wanted = (dict(_leaves(tree)) for tree in (ours, reference, truth))
-    assert found.keys() == beside.keys() == wanted.keys(), f"not the same arrays: {found.keys() ^ wanted.keys()}"
-    assert wanted, "nothing to compare"
-    largest = max(_largest(array) for array in wanted.values())
+    results, references, exact_arrays = (dict(_leaves(tree)) for tree in (ours, reference, truth))
+    assert results.keys() == references.keys() == exact_arrays.keys(), (
+        f"the arrays differ: {results.keys() ^ exact_arrays.keys()}")
+    assert exact_arrays, "nothing to compare"
+    largest = max(_largest(array) for array in exact_arrays.values())
     wrong = []
-    for name, exact in wanted.items():
-        assert found[name].shape == beside[name].shape == exact.shape, (name, found[name].shape, exact.shape)
-        mine, theirs = (_largest(array[name] - exact) for array in (found, beside))
+    for name, exact in exact_arrays.items():
+        assert results[name].shape == references[name].shape == exact.shape, (name, results[name].shape, exact.shape)
+        error, reference_error = (_largest(array[name] - exact) for array in (results, references))
         size = max(_largest(exact), largest / 100, magnitude)
-        assert theirs <= size / 100, f"{name}: the reference is {theirs:.3g} from what is no truth of it"
-        allowed = multiple * theirs + EPS * terms**0.5 * size
-        if not mine <= allowed:  # nor is NaN
-            wrong.append(f"{name or 'the result'}: {mine:.3g} from the truth, where the reference is {theirs:.3g} from "
-                         f"it; {allowed:.3g} is allowed in numbers of up to {size:.3g}")
+        assert reference_error <= size / 100, f"{name}: the reference's error {reference_error:.3g} is too large"
+        allowed = multiple * reference_error + EPS * terms**0.5 * size
+        if not error <= allowed:  # true for NaN too
+            wrong.append(f"{name or 'the result'}: error {error:.3g}, where the reference has {reference_error:.3g}; "
+                         f"{allowed:.3g} is allowed for values up to {size:.3g}")
     assert not wrong, "\n".join(wrong)
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays of a tree in float64, by their path."""
+    """Yield the arrays of a tree in float64, with their paths."""
     if isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _leaves(value, f"{path}.{key}" if path else str(key))

@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, one thread unless told otherwise, compiled programs and a cache kept, a tiny Llama."""
+"""Setup and fixtures shared by all tests: no network, one thread by default, caches and a tiny Llama."""
 
 import ctypes
 import gc
@@ -14,12 +14,12 @@ from importlib.metadata import version
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", TOKENIZERS_PARALLELISM="false",
                   HF_HUB_DISABLE_PROGRESS_BARS="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Compiled programs outlive the session; one folder for all workers and what they start.
+# Compiled programs outlive the session; all workers and the processes they start share one folder.
 COMPILED = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lmmods", "tests",
                         f"xla-{version('jax')}")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED)
 os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-                  JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0")  # nobody looks up which line an instruction is from
+                  JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0")  # source lines of instructions are not needed
 
 from pathlib import Path  # noqa: E402
 
@@ -37,13 +37,13 @@ LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test
         "jax_engine/test_trainer.py", "engines/test_engines_agree.py", "commands/test_recipes_agree.py",
         "runs/test_resume.py", "commands/test_startup.py"}
 STATM = Path("/proc/self/statm")
-LEAST_RESIDENT = 2**30  # bytes of the libraries and what tests share
-# When programs were last released: CPU time of this process, and its resident memory after that.
+LEAST_RESIDENT = 2**30  # bytes of the libraries and of what tests share
+# CPU time of this process when programs were last released, and its resident memory after that.
 released = {"seconds": 0.0, "bytes": LEAST_RESIDENT}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of the compiled programs kept by tests, those go that none has used for a month."""
+    """Delete cached compiled programs that were not used for a month."""
     if not hasattr(config, "workerinput"):
         for path in Path(COMPILED).glob("*-cache"):
             if time.time() - path.stat().st_atime > 30 * 24 * 3600:
@@ -51,9 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with cases of ten seconds and more come first: at the end, short ones keep all workers busy.
+    """Run files with cases of ten seconds and more first, so that short ones keep all workers busy at the end.
 
-    Those that judge float32 results by tests/closeness.py are `numerics`.
+    Mark tests of float32 results by tests/closeness.py as `numerics`.
     """
     items.sort(key=lambda item: item.nodeid.split("::")[0].removeprefix("tests/") not in LONG)
     for item in items:
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The garbage collector spares the libraries, which tests have imported by now, and comes less often."""
+    """Exclude the libraries, imported by now, from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 10)
@@ -70,10 +70,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """Release compiled programs and arrays once a worker has grown by half a GiB, or has many memory maps.
+    """Release compiled programs and arrays once a worker has grown by half a GiB or has many memory maps.
 
-    XLA takes about a hundred maps for each program on a CPU and dies of a segmentation fault where Linux gives it no
-    more (65,530). To count them takes milliseconds, so they are counted after some work only.
+    On CPUs, XLA uses about a hundred maps per program, and crashes at Linux's limit of 65,530. Counting them takes
+    milliseconds, so they are counted only after two seconds of CPU time.
     """
     yield
     if "jax" not in sys.modules or time.process_time() - released["seconds"] < 2 or not STATM.exists():
@@ -81,7 +81,7 @@ def little_memory():
     if resident() > released["bytes"] + 2**29 or len(Path("/proc/self/maps").read_bytes().splitlines()) > 40_000:
         sys.modules["jax"].clear_caches()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
         released["bytes"] = max(resident(), LEAST_RESIDENT)
     released["seconds"] = time.process_time()
 
@@ -93,7 +93,7 @@ def resident() -> int:
 
 @pytest.fixture(autouse=True)
 def no_forks_left():
-    """A test that fails must not leave a run behind."""
+    """End the runs that a failed test leaves behind."""
     yield
     if "tests.forks" in sys.modules:
         sys.modules["tests.forks"].end_all()
@@ -101,7 +101,7 @@ def no_forks_left():
 
 @pytest.fixture(autouse=True)
 def no_ranks_left():
-    """What a strategy of several processes leaves in this one must not reach the processes that later tests start."""
+    """Remove what a multi-process strategy leaves here, so that processes of later tests do not inherit it."""
     yield
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                  "LMMODS_LAUNCHER"):
@@ -112,7 +112,7 @@ def no_ranks_left():
 
 @pytest.fixture(autouse=True)
 def no_wandb_run_left():
-    """Lightning's logger goes on with a W&B run that is open, in the folder of the test that began it."""
+    """Finish an open W&B run: Lightning's logger would continue it in the folder of the test that started it."""
     yield
     if "wandb" in sys.modules and sys.modules["wandb"].run is not None:
         sys.modules["wandb"].finish()
@@ -120,7 +120,7 @@ def no_wandb_run_left():
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """A function that gives the folder of a name, the same one to all workers; the first that asks for it fills it."""
+    """Return a function that returns a named folder shared by all workers. The first to request it fills it."""
     root = tmp_path_factory.getbasetemp()
     root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared"
     root.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
         path = root / name
         with FileLock(root / f"{name}.lock"):
             if not (root / f"{name}.made").exists():
-                shutil.rmtree(path, ignore_errors=True)  # of one who failed
+                shutil.rmtree(path, ignore_errors=True)  # left by a failed attempt
                 path.mkdir()
                 fill(path)
                 (root / f"{name}.made").touch()
@@ -140,7 +140,7 @@ def shared(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(shared) -> Iterator[None]:
-    """What tests tokenise is theirs: all workers share it, and the user's cache keeps nothing but compiled programs."""
+    """Give all workers one cache of tokenised data, separate from the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LMMODS_CACHE", str(shared("cache", lambda folder: None)))
         yield
@@ -148,7 +148,7 @@ def own_cache(shared) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(shared) -> Path:
-    """A byte-level tokenizer of 320 tokens with <s>, </s>, <unk> and no pad token."""
+    """Byte-level tokenizer of 320 tokens with <s>, </s> and <unk>, without a padding token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -165,7 +165,7 @@ def tokenizer_folder(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_of(shared, tokenizer_folder) -> Callable[[int], Path]:
-    """A function that gives a random Llama of so many layers, not square, with dropout, and the tokenizer beside it."""
+    """Return a function that returns the folder of a random Llama with N layers, dropout and the tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     def folder(num_layers: int) -> Path:
@@ -186,13 +186,13 @@ def llama_of(shared, tokenizer_folder) -> Callable[[int], Path]:
 
 @pytest.fixture(scope="session")
 def llama_folder(llama_of) -> Path:
-    """The one of most runs, for which a second layer would be traced, compiled and trained to show nothing more."""
+    """One-layer Llama, used by most runs: a second layer would take time and test nothing more."""
     return llama_of(1)
 
 
 @pytest.fixture(scope="session")
 def instructions(shared) -> Path:
-    """36 alpaca rows of unequal length."""
+    """36 alpaca rows of different lengths."""
     rows = [{"instruction": f"Add {n} and {n + 1}.", "input": "" if n % 3 else "one " * (n % 7),
              "output": " ".join(str(n + k) for k in range(1 + n % 5))} for n in range(36)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -201,7 +201,7 @@ def instructions(shared) -> Path:
 
 @pytest.fixture
 def pairs(tmp_path) -> str:
-    """Eight rows of preferences, their answers of different lengths."""
+    """Eight preference rows with answers of different lengths."""
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({
         "prompt": f"Add {n} and {n + 1}." + " Please." * (n % 3), "chosen": f"The sum is {2 * n + 1}." * (1 + n % 2),
@@ -211,7 +211,7 @@ def pairs(tmp_path) -> str:
 
 @pytest.fixture
 def recipe(tmp_path, llama_folder, instructions):
-    """A function that writes the recipe of a tiny QLoRA run, changed by dotted keys, and returns its arguments."""
+    """Return a function that writes a tiny QLoRA recipe, changed by dotted keys, and returns its arguments."""
     import copy
 
     import yaml
@@ -233,7 +233,7 @@ def recipe(tmp_path, llama_folder, instructions):
     def write(name: str = "recipe.yaml", **changes) -> list[str]:
         content = copy.deepcopy(base)
         if changes.get("engine") == "jax":
-            # batches of one length, as programs are compiled for each
+            # one length for all batches, as every length compiles a program
             content["data"]["init_args"]["pad_to_multiple_of"] = 192
         for key, value in changes.items():
             *parents, leaf = key.split("__")
@@ -250,9 +250,9 @@ def recipe(tmp_path, llama_folder, instructions):
 
 @pytest.fixture
 def finished(recipe, shared, tmp_path):
-    """A function that gives the finished run of a recipe by its changes, trained once for all tests and workers.
+    """Return a function that returns the finished run of a changed recipe, trained once for all tests and workers.
 
-    A test may look at it. What would change it works on a copy, in the folder of this name beside the test's own files.
+    Tests may only read it. With `copy`, they get a copy of this name in their own folder, which they may change.
     """
     from lmmods.cli import main
     from lmmods.runs.folder import RunFolder
@@ -263,19 +263,19 @@ def finished(recipe, shared, tmp_path):
                                         trainer__default_root_dir=str(folder / "run"))]) == 0
 
         key = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:16]
-        made = RunFolder(shared(f"run-{key}", train) / "run")
+        original = RunFolder(shared(f"run-{key}", train) / "run")
         if copy is None:
-            return made
-        own = RunFolder(shutil.copytree(made.root, tmp_path / copy, symlinks=True))
-        own.config.write_text(own.config.read_text().replace(str(made.root), str(own.root)))
-        return own
+            return original
+        copied = RunFolder(shutil.copytree(original.root, tmp_path / copy, symlinks=True))
+        copied.config.write_text(copied.config.read_text().replace(str(original.root), str(copied.root)))
+        return copied
 
     return run
 
 
 @pytest.fixture
 def stop_at():
-    """Ask for an interruption in the n-th micro-batch of a process, as Ctrl+C would; 0 lets it run to the end."""
+    """Return a function that requests an interruption in the n-th micro-batch, as Ctrl+C would; 0 requests none."""
     from tests import interruptions
 
     yield interruptions.stop_at

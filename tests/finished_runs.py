@@ -1,4 +1,4 @@
-"""What several tests ask of a finished run."""
+"""Checks of finished runs that several tests share."""
 
 import csv
 import json
@@ -16,14 +16,14 @@ TIMED = {"train/tokens_per_second"}
 
 
 def rows(run: RunFolder, without: set[str] = TIMED) -> list[dict[str, float]]:
-    """The logged rows, without what no two runs share."""
+    """Return the logged metrics by step, without timings."""
     with open(run.metrics_csv, newline="") as file:
         return [{key: float(value) for key, value in row.items() if value and key not in without}
                 for row in csv.DictReader(file)]
 
 
 def alike(found: Any, wanted: Any) -> bool:
-    """Equal, but numbers that are no whole ones to rounding."""
+    """Return whether two trees are equal, floats up to rounding."""
     if isinstance(wanted, dict):
         return found.keys() == wanted.keys() and all(alike(found[key], wanted[key]) for key in wanted)
     if isinstance(wanted, list):
@@ -32,33 +32,33 @@ def alike(found: Any, wanted: Any) -> bool:
 
 
 def seconds_of_steps(run: RunFolder) -> list[float]:
-    """Seconds that each logged step took by the speed that the run has logged for it."""
+    """Return the duration of each logged step in seconds, from its logged speed."""
     with open(run.metrics_csv, newline="") as file:
         rows = list(csv.DictReader(file))
-    seen = [float(row["train/tokens"]) for row in rows]
+    tokens = [float(row["train/tokens"]) for row in rows]
     return [(now - before) / float(row["train/tokens_per_second"])
-            for before, now, row in zip([0, *seen], seen, rows, strict=False)]
+            for before, now, row in zip([0, *tokens], tokens, rows, strict=False)]
 
 
 def assert_same_checkpoint(run: RunFolder, other: RunFolder) -> None:
-    """The last checkpoints hold the same bits of weights and optimiser state."""
+    """Check that the last checkpoints have the same bits of weights and optimiser state."""
     for name in ("model", "optimizer"):
-        left, right = (load_file(each.resolve("last") / f"{name}.safetensors") for each in (run, other))
+        left, right = (load_file(folder.resolve("last") / f"{name}.safetensors") for folder in (run, other))
         assert left.keys() == right.keys() and all((tensor == right[key]).all() for key, tensor in left.items())
 
 
 def assert_same_run(run: RunFolder, other: RunFolder) -> None:
-    """Two runs left the same: rows, last checkpoint to the bit, final numbers, exported weights."""
+    """Check that two runs have equal metrics, last checkpoints, final metrics and exported weights, to the bit."""
     assert rows(run) == rows(other)
     assert run.names()[-1] == other.names()[-1]
     assert_same_checkpoint(run, other)
-    states = [json.loads((each.resolve("last") / "state.json").read_text()) for each in (run, other)]
+    states = [json.loads((folder.resolve("last") / "state.json").read_text()) for folder in (run, other)]
     for state in states:
         state["callbacks"]["Metrics"]["latest"].pop("train/tokens_per_second", None)
     assert states[0] == states[1]
-    left, right = (_final_numbers(each.metrics_json) for each in (run, other))
+    left, right = (_final_numbers(folder.metrics_json) for folder in (run, other))
     assert left == right
-    left, right = (_weights(each.model) for each in (run, other))
+    left, right = (_weights(folder.model) for folder in (run, other))
     assert left.keys() == right.keys() and all((tensor == right[key]).all() for key, tensor in left.items())
     assert run.completed.exists() == other.completed.exists()
 
@@ -72,7 +72,7 @@ def _weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def paths(node: object, path: str = "") -> Iterator[str]:
-    """Every key and number in a tree, under those that lead to it."""
+    """Yield the path of every key and index in a tree."""
     yield path
     for key, value in (node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()):
         yield from paths(value, f"{path}/{key}")

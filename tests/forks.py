@@ -1,7 +1,7 @@
-"""Processes that are forks of a server with the libraries loaded, so that a case costs its own work only.
+"""Fork test processes from a server that has loaded the libraries, so that they need not load them again.
 
-Each test worker starts one server, when it first needs one; what its forks start are its forks too. JAX has not started
-in it, so a fork may.
+Each test worker starts one server when it first needs it; processes that its forks start are forks of the same server.
+The server does not start JAX, so that forks can.
 """
 
 import atexit
@@ -25,17 +25,17 @@ PRELOADED = ["lmmods.torch_engine.trainer", "lmmods.commands.setup", "jax_engine
              "matplotlib.figure", "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"]
 ROOT = Path(__file__).parent.parent
 SERVE = "import sys; from tests.forks import serve; serve(sys.argv[1])"
-server: dict[str, str] = {}  # address of the server that this process asks
+server: dict[str, str] = {}  # address of the server that this process uses
 running: list["Fork"] = []
 
 
 class Fork:
-    """A function in its own process, with the interface of `subprocess.Popen`; its output goes to a file.
+    """Run a function in a forked process, with the interface of `subprocess.Popen`; its output goes to a file.
 
     Args:
-        function: A function of a module, so that it can be pickled.
+        function: Function of a module, as it is pickled.
         args: Its arguments.
-        output: The file; by default a new one.
+        output: Output file. Default: a new one.
         environment: Variables that differ from this process's.
     """
 
@@ -72,15 +72,15 @@ class Fork:
         self.wait()
 
     def communicate(self, timeout: float = 300) -> str:
-        """Return the output of the process, which must end in time."""
+        """Return the output of the process; fail if it does not end in time."""
         status = self.wait(timeout)
         output = self.output.read_text()
-        assert status is not None, f"No end after {timeout} seconds:\n{output}"
+        assert status is not None, f"Still running after {timeout} seconds:\n{output}"
         return output
 
 
 def end_all() -> None:
-    """End the processes that a test leaves, and delete their output."""
+    """Kill the processes that a test leaves behind, and delete their output."""
     while running:
         fork = running.pop()
         fork.kill()
@@ -88,11 +88,11 @@ def end_all() -> None:
 
 
 def _find_server() -> str:
-    """Return the server's address; start it in a process that is not one of its forks."""
+    """Return the server's address. Start it if neither this process nor a parent has."""
     if not server:
         folder = tempfile.mkdtemp(prefix="forks")
         server["address"] = os.path.join(folder, "socket")
-        # The server ends when this pipe closes, with this process.
+        # The pipe closes with this process, which ends the server.
         process = subprocess.Popen([sys.executable, "-c", SERVE, server["address"]], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout is not None and process.stdout.readline() == b"listening\n"
@@ -101,15 +101,15 @@ def _find_server() -> str:
 
 
 def serve(address: str) -> None:
-    """Load the libraries, then fork for each request, until this process's standard input is closed.
+    """Load the libraries, then fork for each request until standard input is closed.
 
-    A connection takes one request, and returns the PID of the fork and, once it has ended, its exit status.
+    Each connection carries one request. The reply is the PID of the fork and, once it has ended, its exit status.
     """
     server["address"] = address
     wakeup, signalled = socket.socketpair()
     signalled.setblocking(False)
     signal.set_wakeup_fd(signalled.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, no signal wakes `select`
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # signals wake `select` only with a handler
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -127,18 +127,18 @@ def serve(address: str) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for copy in (listener, wakeup, signalled, *connections.values()):
                     copy.close()
-                return _call(connection)  # and leave the program as any other, exit handlers included
+                return _call(connection)  # exit like any program, with exit handlers
             connections[pid] = connection
             connection.sendall(f"{pid}\n".encode())
         if wakeup in ready:
             wakeup.recv(4096)
         while connections and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with connections.pop(ended[0]) as connection, suppress(OSError):  # nobody waits for it any more
+            with connections.pop(ended[0]) as connection, suppress(OSError):  # the client may have gone
                 connection.sendall(f"{os.waitstatus_to_exitcode(ended[1])}\n".encode())
 
 
 def _call(connection: socket.socket) -> None:
-    """Call the function of a request with its own environment and output."""
+    """Call the function of a request in the requested environment, with output to the requested file."""
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
     with connection, connection.makefile("rb") as request:
@@ -147,7 +147,7 @@ def _call(connection: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(environment)
         function, args = pickle.load(request)
-    rank_zero_only.rank = _get_rank() or 0  # Lightning reads it when it is imported
+    rank_zero_only.rank = _get_rank() or 0  # Lightning read it at import
     with open(output, "ab") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
@@ -156,7 +156,7 @@ def _call(connection: socket.socket) -> None:
 
 
 def train(*arguments: str) -> None:
-    """`python train.py` with these arguments. What Lightning starts as another process is a fork too."""
+    """Run `python train.py` with these arguments. Processes that Lightning starts are forks too."""
     from lightning.pytorch.strategies.launchers import subprocess_script
 
     from lmmods.cli import main
@@ -170,7 +170,7 @@ def train(*arguments: str) -> None:
 
 
 def environments(processes: int, devices: int | None = None) -> list[dict[str, str]]:
-    """What each of so many processes finds in its environment to join the others; `devices` as of `together`."""
+    """Return the environment variables with which each of N processes joins the others. `devices`: see `together`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -184,12 +184,13 @@ def environments(processes: int, devices: int | None = None) -> list[dict[str, s
 
 def together(arguments: list[str], processes: int = 1, status: int = 0, program: Callable = train,
              devices: int | None = None, **environment: str) -> list[str]:
-    """What so many processes say that are started by hand and joined on this machine, and that end with this status.
+    """Run N joined processes on this machine, check that all exit with `status`, and return their outputs.
 
     Args:
-        devices: Simulated ones of JAX in each process.
+        devices: Number of simulated JAX devices per process.
     """
-    forks = [Fork(program, *arguments, **{**own, **environment}) for own in environments(processes, devices)]
-    said = [fork.communicate() for fork in forks]
-    assert [fork.returncode for fork in forks] == [status] * processes, said
-    return said
+    forks = [Fork(program, *arguments, **{**variables, **environment})
+             for variables in environments(processes, devices)]
+    outputs = [fork.communicate() for fork in forks]
+    assert [fork.returncode for fork in forks] == [status] * processes, outputs
+    return outputs

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that read images and text, as transformers writes them."""
+"""Tiny random checkpoints of image-and-text models, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def save_image_model(model_type: str, folder: Path, vocab_size: int = 64) -> Any:
-    """Write such a checkpoint; return the model of transformers, in evaluation mode."""
+    """Write a checkpoint and return its transformers model in evaluation mode."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     fields = KINDS[model_type]
@@ -45,7 +45,7 @@ def save_image_model(model_type: str, folder: Path, vocab_size: int = 64) -> Any
 
 
 def text_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [B, T, V] that such a model gives for text alone."""
+    """Return the logits [B, T, V] of an image-and-text model for text alone."""
     base = model.model.language_model
     with torch.no_grad():
         return model.lm_head(base(ids).last_hidden_state)

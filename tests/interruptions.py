@@ -1,7 +1,7 @@
-"""An interruption in the n-th micro-batch of a run: on torch by a callback that Lightning finds as a plugin.
+"""Interrupt a run in its n-th micro-batch: on torch with a callback that Lightning finds as a plugin.
 
-`plugins/` holds the entry point by which every Trainer takes the callbacks of `callbacks`: nothing of the product is
-changed, and processes that are forked from this one are interrupted at the same place.
+`plugins/` has the entry point that adds the callbacks of `callbacks` to every Trainer. The product stays unchanged, and
+processes forked from this one are interrupted at the same micro-batch.
 """
 
 import sys
@@ -15,7 +15,7 @@ left = {"batches": 0}
 
 
 class Interrupt(L.Callback):
-    """Asks for an interruption, as Ctrl+C would."""
+    """Request an interruption, as Ctrl+C would."""
 
     def on_before_backward(self, trainer: L.Trainer, *_) -> None:
         left["batches"] -= 1
@@ -24,29 +24,29 @@ class Interrupt(L.Callback):
 
 
 def stop_at(batches: int) -> None:
-    """Interrupt the runs that begin after this in so many micro-batches of all; 0 lets them run to their ends."""
+    """Interrupt the runs that start from now on in the n-th micro-batch, counted over all runs; 0 never interrupts."""
     left["batches"] = batches
 
 
 def callbacks() -> list[L.Callback]:
-    """What Lightning adds to a trainer."""
+    """Return the callbacks that Lightning adds to a trainer."""
     return [Interrupt()] if left["batches"] > 0 else []
 
 
 def stop_jax_at(monkeypatch) -> Callable[[int], None]:
-    """Return `stop_at` of the JAX engine, whose loop asks for each micro-batch of a step."""
+    """Return `stop_at` for the JAX engine."""
     from jax_engine.trainer import Loop
 
     remaining, train_step = {"batches": 0}, Loop.train_step
 
-    def interrupted(loop, batches, num_batches):
-        def counted():
+    def train_interrupted(loop, batches, num_batches):
+        def count_batches():
             for batch in batches:
                 remaining["batches"] -= 1
                 loop.interruption.requested |= remaining["batches"] == 0
                 yield batch
 
-        train_step(loop, counted(), num_batches)
+        train_step(loop, count_batches(), num_batches)
 
-    monkeypatch.setattr(Loop, "train_step", interrupted)
+    monkeypatch.setattr(Loop, "train_step", train_interrupted)
     return lambda batches: remaining.update(batches=batches)

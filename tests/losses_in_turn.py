@@ -1,4 +1,4 @@
-"""A task that takes another loss at each step: a run of it goes through all that are offered."""
+"""A task that uses the next preference loss at each step, so that one run trains with all of them."""
 
 from lmmods.core.preference_losses import METHODS, PreferenceLoss
 from lmmods.torch_engine.tasks.preference import Preference
@@ -8,7 +8,7 @@ LOSSES = [PreferenceLoss(name, label_smoothing=0.1 if method.smooths else 0.0) f
 
 
 class LossesInTurn(Preference):
-    """Preference optimisation with all losses of pairs, one after the other."""
+    """Preference optimisation with all paired losses, one after the other."""
 
     @property
     def preference_loss(self) -> PreferenceLoss:

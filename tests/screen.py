@@ -1,4 +1,4 @@
-"""What a terminal shows of a program: a pseudo-terminal, and the few commands that our output gives one."""
+"""Show what a terminal shows: a pseudo-terminal with the few control sequences that our output uses."""
 
 import fcntl
 import os
@@ -10,44 +10,44 @@ from pathlib import Path
 
 
 class Screen:
-    """A terminal of `columns`, whose lines stay when they have scrolled away.
+    """A terminal with `columns` that keeps lines that have scrolled away.
 
     Attributes:
-        path: Of the end that a program prints to.
-        lines: What is on it; the last is the one with the cursor, or those below.
+        path: Path of the end that a program prints to.
+        lines: Lines from the first to the lowest one written so far.
     """
 
     def __init__(self, columns: int = 80):
-        self._ours, self._theirs = pty.openpty()
-        self.path = Path(os.ttyname(self._theirs))
+        self._reader, self._writer = pty.openpty()
+        self.path = Path(os.ttyname(self._writer))
         self.lines, self._row, self._column = [""], 0, 0
         self.resize(columns)
-        os.set_blocking(self._ours, False)
-        self._rest = ""
+        os.set_blocking(self._reader, False)
+        self._unread = ""
 
     def resize(self, columns: int) -> None:
-        """Change the width; what is there is not folded anew. A terminal of 0 does not say its width, which is 80."""
+        """Change the width; existing lines are not wrapped again. Width 0 hides the width, which is 80."""
         self._columns = columns or 80
-        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(self._writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def open(self):
-        """The other end, as a stream of text."""
-        return open(os.dup(self._theirs), "w", encoding="utf-8", buffering=1)
+        """Return the program's end as a text stream."""
+        return open(os.dup(self._writer), "w", encoding="utf-8", buffering=1)
 
     def look(self) -> list[str]:
-        """Take up what has been printed by now; returns the lines that are not empty."""
+        """Read what has been printed so far and return the lines that are not empty."""
         while True:
             try:
-                self._take(os.read(self._ours, 65536).decode())
+                self._take(os.read(self._reader, 65536).decode())
             except BlockingIOError:
                 return [line.rstrip() for line in self.lines if line.strip()]
 
     def close(self) -> None:
-        os.close(self._ours)
-        os.close(self._theirs)
+        os.close(self._reader)
+        os.close(self._writer)
 
     def _take(self, text: str) -> None:
-        for part in re.findall(r"\x1b\[\d*[A-Za-z]|\r|\n|[^\x1b\r\n]+", self._rest + text):
+        for part in re.findall(r"\x1b\[\d*[A-Za-z]|\r|\n|[^\x1b\r\n]+", self._unread + text):
             if part == "\r":
                 self._column = 0
             elif part == "\n":
@@ -58,16 +58,16 @@ class Screen:
                 if part.endswith("J"):
                     del self.lines[self._row + 1:]
             elif part.startswith("\x1b"):
-                assert re.fullmatch(r"\x1b\[\d*m", part), f"no command of ours: {part!r}"
+                assert re.fullmatch(r"\x1b\[\d*m", part), f"unexpected control sequence: {part!r}"
             else:
                 self._print(part)
 
     def _print(self, text: str) -> None:
         while text:
-            if self._column == self._columns:  # the line is folded
+            if self._column == self._columns:  # the line wraps
                 self._row, self._column = self._row + 1, 0
                 self.lines += [""] * (self._row + 1 - len(self.lines))
-            piece, text = text[: self._columns - self._column], text[self._columns - self._column:]
+            chunk, text = text[: self._columns - self._column], text[self._columns - self._column:]
             line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + piece + line[self._column + len(piece):]
-            self._column += len(piece)
+            self.lines[self._row] = line[: self._column] + chunk + line[self._column + len(chunk):]
+            self._column += len(chunk)
