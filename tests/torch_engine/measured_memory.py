@@ -1,4 +1,4 @@
-"""What a plan says that a step of a recipe takes on this processor, and what it then takes."""
+"""Compare the planned memory of a recipe's step on this CPU with the memory it uses."""
 
 import json
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from lmmods.torch_engine.planning import full_batch, stand_in, take_step
 from tests.peak_memory import give_back, taken
 
 
-def measured(recipe: str) -> tuple[int, int]:
-    """Bytes that a recipe, whose arguments are JSON, is planned to take, and those that it takes."""
+def measure_bytes(recipe: str) -> tuple[int, int]:
+    """Return the planned and the measured bytes of a recipe, whose arguments are JSON."""
     parsed = parse(["plan", *json.loads(recipe), "--on", "cpu"], options_of("plan")[0])
     setup, planner = planner_of(parsed, target_named("cpu"))
     model, datamodule = setup.model, setup.datamodule
@@ -30,13 +30,13 @@ def measured(recipe: str) -> tuple[int, int]:
         take_step(model, optimizer, batches)
 
     step()
-    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (*held(model, optimizer), *batches[0].values())}
-    return planned, sum(kept.values()) + taken(step)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+             for tensor in (*iterate_tensors(model, optimizer), *batches[0].values())}
+    return planned, sum(sizes.values()) + taken(step)
 
 
-def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What is there between steps."""
+def iterate_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors that exist between steps."""
     for param in model.parameters():
         yield param
         if param.grad is not None:
@@ -48,7 +48,7 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[t
 
 
 def compare(*recipes: str) -> None:
-    """Print for each recipe, whose arguments are JSON, the bytes that are planned and those that are taken."""
+    """Print the planned and the measured bytes of each recipe. A recipe is its arguments as JSON."""
     give_back()
     for recipe in recipes:
-        print("bytes", *measured(recipe))
+        print("bytes", *measure_bytes(recipe))

@@ -1,4 +1,4 @@
-"""Two steps of SGD on many architectures, through the whole program, against transformers' own loss in a bare loop."""
+"""Two SGD steps of many architectures, through the whole program, against transformers' loss in a bare loop."""
 
 import copy
 import csv
@@ -40,14 +40,14 @@ ENCODERS = {
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0,
                    "qa_dropout": 0.0, "max_position_embeddings": 72},
 }
-ONE_SEGMENT = ("roberta", "distilbert", "deberta-v2")  # they take no token_type_ids, or only zeros
+ONE_SEGMENT = ("roberta", "distilbert", "deberta-v2")  # no token_type_ids, or only zeros
 
 
 def make_folder(root, name: str, fields: dict, tokenizer_folder, auto_class: str) -> str:
-    """A random model of this architecture with a tokenizer beside it."""
+    """Write a random model of this architecture and a tokenizer; return the folder."""
     folder = root / name
     shutil.copytree(tokenizer_folder, folder)
-    if name in ENCODERS:  # or AutoTokenizer takes the class, and the kind of vocabulary, that goes with the model
+    if name in ENCODERS:  # else AutoTokenizer uses the class and vocabulary type of the model
         inputs = ["input_ids", "attention_mask", *(() if name in ONE_SEGMENT else ("token_type_ids",))]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": inputs}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -60,30 +60,30 @@ def make_folder(root, name: str, fields: dict, tokenizer_folder, auto_class: str
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """The network as it started, the module, and the batches it trained on."""
-    found = {"batches": []}
+def record(monkeypatch):
+    """Record of a run: its initial network, its module and its training batches."""
+    record = {"batches": []}
     configure, step = TaskModule.configure_model, TaskModule.training_step
 
     def configure_model(self):
         configure(self)
-        found.setdefault("start", copy.deepcopy(self.model))
-        found["module"] = self
+        record.setdefault("start", copy.deepcopy(self.model))
+        record["module"] = self
 
     def training_step(self, batches, batch_idx):
-        found["batches"] += [{key: value for key, value in batch.items() if key != "index"} for batch in batches]
+        record["batches"] += [{key: value for key, value in batch.items() if key != "index"} for batch in batches]
         return step(self, batches, batch_idx)
 
     monkeypatch.setattr(TaskModule, "configure_model", configure_model)
     monkeypatch.setattr(TaskModule, "training_step", training_step)
-    return found
+    return record
 
 
-def bare_loop(batches: list[dict[str, torch.Tensor]], network: torch.nn.Module) -> tuple[list, dict]:
-    """Losses of the batches, and the parameters behind them."""
+def train_bare_loop(batches: list[dict[str, torch.Tensor]], network: torch.nn.Module) -> tuple[list, dict]:
+    """Return the loss of each batch and the final parameters."""
     optimizer, losses = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], LR), []
     for batch in batches:
-        loss = mean_of_rows(network, batch) if "start_positions" in batch else network(**batch).loss
+        loss = compute_mean_loss(network, batch) if "start_positions" in batch else network(**batch).loss
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
@@ -91,29 +91,30 @@ def bare_loop(batches: list[dict[str, torch.Tensor]], network: torch.nn.Module) 
     return losses, {name: param.detach() for name, param in network.named_parameters()}
 
 
-def assert_two_steps_equal_those_of_a_bare_loop(seen: dict, metrics_csv) -> None:
-    (losses, weights), (exact_losses, exact) = in_both(partial(bare_loop, seen["batches"]), seen["start"].train())
+def assert_steps_equal_a_bare_loop(record: dict, metrics_csv) -> None:
+    (losses, weights), (exact_losses, exact) = in_both(partial(train_bare_loop, record["batches"]),
+                                                       record["start"].train())
     with open(metrics_csv, newline="") as file:
-        told = [float(row["train/loss"]) for row in csv.DictReader(file)]
-    assert len(told) == 2
-    assert_as_close(told, losses, exact_losses)
-    trained = dict(seen["module"].model.named_parameters())
+        logged = [float(row["train/loss"]) for row in csv.DictReader(file)]
+    assert len(logged) == 2
+    assert_as_close(logged, losses, exact_losses)
+    trained = dict(record["module"].model.named_parameters())
     assert any(param.requires_grad for param in trained.values())
     assert_as_close(trained, weights, exact)
 
 
-def mean_of_rows(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """transformers' loss of answer spans, row by row without padding, which its softmax would see."""
+def compute_mean_loss(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return transformers' loss of answer spans, row by row, as its softmax would include padding."""
     if hasattr(network, "get_base_model"):
         network = network.get_base_model()  # PEFT's wrapper drops token_type_ids
     losses = []
-    for number, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-        row = {name: x[number : number + 1] for name, x in batch.items()}
+    for index, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        row = {name: x[index : index + 1] for name, x in batch.items()}
         losses.append(network(**{name: x[:, :length] if x.ndim > 1 else x for name, x in row.items()}).loss)
     return torch.stack(losses).mean()
 
 
-def two_steps(recipe, task: str, pretrained: str, lora: bool, data: dict) -> list[str]:
+def make_recipe(recipe, task: str, pretrained: str, lora: bool, data: dict) -> list[str]:
     model = {"pretrained": pretrained, "lora": {"rank": 4} if lora else None, "optimizer": {"name": "sgd", "lr": LR}}
     return recipe(model={"class_path": task, "init_args": model}, trainer__max_steps=2, trainer__limit_val_batches=0,
                   data={"class_path": f"{task}Data", "init_args": {"max_length": 64, "batch_size": 4, **data}})
@@ -121,24 +122,24 @@ def two_steps(recipe, task: str, pretrained: str, lora: bool, data: dict) -> lis
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory, tokenizer_folder):
-    root, made = tmp_path_factory.mktemp("decoders"), {}
+    root, folders = tmp_path_factory.mktemp("decoders"), {}
 
     def folder(name: str) -> str:
-        if name not in made:
-            made[name] = make_folder(root, name, DECODERS[name], tokenizer_folder, "AutoModelForCausalLM")
-        return made[name]
+        if name not in folders:
+            folders[name] = make_folder(root, name, DECODERS[name], tokenizer_folder, "AutoModelForCausalLM")
+        return folders[name]
 
     return folder
 
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory, bert_folder):  # noqa: F811
-    root, made = tmp_path_factory.mktemp("encoders"), {}
+    root, folders = tmp_path_factory.mktemp("encoders"), {}
 
     def folder(name: str) -> str:
-        if name not in made:
-            made[name] = make_folder(root, name, ENCODERS[name], bert_folder, "AutoModelForMaskedLM")
-        return made[name]
+        if name not in folders:
+            folders[name] = make_folder(root, name, ENCODERS[name], bert_folder, "AutoModelForMaskedLM")
+        return folders[name]
 
     return folder
 
@@ -146,15 +147,15 @@ def encoder(tmp_path_factory, bert_folder):  # noqa: F811
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", [pytest.param(
     name, marks=[pytest.mark.slow] if name in ("mixtral", "gpt_oss") else []) for name in DECODERS])
-def test_causal_lm(name, lora, decoder, recipe, seen, tmp_path):
+def test_causal_lms_train_as_in_a_bare_loop(name, lora, decoder, recipe, record, tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(line[: 20 + 9 * n] for n, line in enumerate(CORPUS)))
     data = {"source": str(tmp_path / "text.txt"), "documents": "paragraph", "join": False}
-    assert main(["fit", *two_steps(recipe, "CLM", decoder(name), lora, data)]) == 0
-    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+    assert main(["fit", *make_recipe(recipe, "CLM", decoder(name), lora, data)]) == 0
+    assert_steps_equal_a_bare_loop(record, tmp_path / "run" / "metrics.csv")
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_packed_documents_are_kept_apart_or_found_leaking(name, decoder):
+def test_leaks_between_packed_documents_are_detected(name, decoder):
     model = transformers.AutoModelForCausalLM.from_pretrained(decoder(name))
     # gpt-oss makes its masks without position_ids (transformers 5.23)
     assert keeps_packed_apart(model) is (name not in ("opt", "gpt_oss"))
@@ -162,29 +163,29 @@ def test_packed_documents_are_kept_apart_or_found_leaking(name, decoder):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_masked_lm(name, lora, encoder, recipe, seen, tmp_path):
+def test_masked_lms_train_as_in_a_bare_loop(name, lora, encoder, recipe, record, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(CORPUS))
     data = {"source": str(tmp_path / "text.txt"), "documents": "line", "join": False}
-    assert main(["fit", *two_steps(recipe, "MLM", encoder(name), lora, data)]) == 0
-    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+    assert main(["fit", *make_recipe(recipe, "MLM", encoder(name), lora, data)]) == 0
+    assert_steps_equal_a_bare_loop(record, tmp_path / "run" / "metrics.csv")
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_question_answering(name, lora, encoder, recipe, seen, tmp_path):
+def test_question_answering_models_train_as_in_a_bare_loop(name, lora, encoder, recipe, record, tmp_path):
     data = {"source": squad(tmp_path), "question_max_length": 16, "stride": 16}
-    assert main(["fit", *two_steps(recipe, "QA", encoder(name), lora, data)]) == 0
-    assert all(("token_type_ids" in batch) is (name not in ONE_SEGMENT) for batch in seen["batches"])
-    assert_two_steps_equal_those_of_a_bare_loop(seen, tmp_path / "run" / "metrics.csv")
+    assert main(["fit", *make_recipe(recipe, "QA", encoder(name), lora, data)]) == 0
+    assert all(("token_type_ids" in batch) is (name not in ONE_SEGMENT) for batch in record["batches"])
+    assert_steps_equal_a_bare_loop(record, tmp_path / "run" / "metrics.csv")
 
 
 @pytest.mark.parametrize("task", ["MLM", "QA"])
-def test_an_encoder_on_a_4_bit_base(task, encoder, recipe, tmp_path, seen):
+def test_an_encoder_trains_on_a_4_bit_base(task, encoder, recipe, tmp_path, record):
     (tmp_path / "text.txt").write_text("\n".join(CORPUS))
     data = {"QA": {"source": squad(tmp_path), "question_max_length": 16, "stride": 16},
             "MLM": {"source": str(tmp_path / "text.txt"), "documents": "line"}}[task]
-    arguments = two_steps(recipe, task, encoder("bert"), True, data)
+    arguments = make_recipe(recipe, task, encoder("bert"), True, data)
     assert main(["fit", *arguments, "--model.quantize", "nf4"]) == 0
-    kinds = {type(module).__name__ for module in seen["module"].model.modules()}
-    assert "Linear4bit" in kinds
-    assert all(torch.isfinite(param).all() for param in seen["module"].trainable().values())
+    module_types = {type(module).__name__ for module in record["module"].model.modules()}
+    assert "Linear4bit" in module_types
+    assert all(torch.isfinite(param).all() for param in record["module"].trainable().values())

@@ -1,4 +1,4 @@
-"""Multiple choice on torch: scores and losses against transformers'."""
+"""Multiple choice on torch: scores and losses equal those of transformers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.torch_engine.test_classifier import ENCODERS, make, padded, rows
 
 
 @pytest.mark.parametrize("name", [*ENCODERS])
-def test_choices_have_transformers_scores_and_loss(name):
+def test_scores_and_losses_of_choices_equal_transformers(name):
     model, labels = make(name, "MultipleChoice"), torch.tensor([1, 0])
     batch = {key: values[torch.tensor([[0, 1], [2, 1]])] for key, values in padded(rows()).items()}  # [2, 2, T]
     output = model(**batch, labels=labels)
@@ -18,7 +18,7 @@ def test_choices_have_transformers_scores_and_loss(name):
     torch.testing.assert_close(sums.total / sums.weight, output.loss)
 
 
-def test_a_choice_that_a_row_lacks_has_no_part_in_its_loss():
+def test_missing_choices_do_not_count_in_the_loss():
     logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     sums = choice_loss(logits, {"labels": torch.tensor([1, -100]), "choices": torch.tensor([3, 0])})
     sums.total.backward()

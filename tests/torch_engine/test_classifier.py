@@ -1,4 +1,4 @@
-"""Heads that classify, on torch: scores and losses against transformers', and which of their parts train."""
+"""Classification heads on torch: scores and losses equal transformers', and which parts train."""
 
 import copy
 
@@ -46,53 +46,53 @@ def make(name: str, head: str, **fields) -> torch.nn.Module:
 
 
 def rows(end: int | None = None) -> list[torch.Tensor]:
-    """Token ids [1, T] of three texts that hold no padding, or end in this token."""
+    """Return the token ids [1, T] of three texts without padding tokens; with `end`, all end in it."""
     generator = torch.Generator().manual_seed(1)
-    found = [torch.randint(3, V, (1, length), generator=generator) for length in LENGTHS]
-    for ids in found if end is not None else ():
+    texts = [torch.randint(3, V, (1, length), generator=generator) for length in LENGTHS]
+    for ids in texts if end is not None else ():
         ids[:, -1] = end
-    return found
+    return texts
 
 
-def padded(found: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The texts as a batch, padded on the right."""
+def padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the texts as a batch, padded on the right."""
     longest = max(LENGTHS)
-    return {"input_ids": torch.cat([F.pad(ids, (0, longest - ids.shape[1]), value=PAD) for ids in found]),
-            "attention_mask": torch.stack([(torch.arange(longest) < ids.shape[1]).long() for ids in found])}
+    return {"input_ids": torch.cat([F.pad(ids, (0, longest - ids.shape[1]), value=PAD) for ids in texts]),
+            "attention_mask": torch.stack([(torch.arange(longest) < ids.shape[1]).long() for ids in texts])}
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
-def test_rows_have_the_scores_that_transformers_gives_each_alone(name):
+def test_scores_and_gradients_equal_transformers_on_single_rows(name):
     model = make(name, "SequenceClassification", num_labels=K)
     labels = torch.tensor([2, 0, 1])
 
-    def ours(network):
+    def compute(network):
         logits = Classifier(network)(padded(rows()))
         sums = label_loss(logits, labels)
         return logits, sums.total / sums.weight, gradients(network, sums.total / sums.weight)
 
-    def theirs(network):
-        found = [network(input_ids=ids, labels=label.view(1)) for ids, label in zip(rows(), labels, strict=True)]
-        loss = torch.stack([each.loss for each in found]).mean()
-        return torch.cat([each.logits for each in found]), loss, gradients(network, loss)
+    def compute_by_transformers(network):
+        outputs = [network(input_ids=ids, labels=label.view(1)) for ids, label in zip(rows(), labels, strict=True)]
+        loss = torch.stack([output.loss for output in outputs]).mean()
+        return torch.cat([output.logits for output in outputs]), loss, gradients(network, loss)
 
-    for found, other, exact in zip(ours(model), *in_both(theirs, model), strict=True):
-        assert_as_close(found, other, exact, terms=1024)
+    for result, reference, exact in zip(compute(model), *in_both(compute_by_transformers, model), strict=True):
+        assert_as_close(result, reference, exact, terms=1024)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "ctrl"])
-def test_a_row_that_ends_in_the_padding_token_is_read_to_its_end(name):
+def test_a_final_padding_token_in_a_text_is_not_taken_for_padding(name):
     model = make(name, "SequenceClassification", num_labels=K)
     batch = padded(rows(end=PAD))
     alone = copy.deepcopy(model)
-    alone.config.pad_token_id = None  # each row alone: transformers then takes its last token
+    alone.config.pad_token_id = None  # transformers then uses the last token; rows are passed singly
     expected = torch.cat([alone(input_ids=ids).logits for ids in rows(end=PAD)])
     torch.testing.assert_close(Classifier(model)(batch), expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(model(**batch).logits, expected, rtol=1e-2)  # by the padding id: another token
+    assert not torch.allclose(model(**batch).logits, expected, rtol=1e-2)  # which finds the end by the padding id
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "llama", "gpt2"])
-def test_tokens_have_transformers_scores_and_loss(name):
+def test_token_classification_losses_equal_transformers(name):
     model, batch = make(name, "TokenClassification", num_labels=K), padded(rows())
     labels = torch.where(batch["attention_mask"] > 0, batch["input_ids"] % K, -100)
     output = model(**batch, labels=labels)
@@ -100,18 +100,18 @@ def test_tokens_have_transformers_scores_and_loss(name):
     torch.testing.assert_close(sums.total / sums.weight, output.loss)
 
 
-@pytest.mark.parametrize("kind", ["single", "several", "value"])
-def test_losses_are_those_of_transformers_by_the_labels_type(kind):
+@pytest.mark.parametrize("label_type", ["single", "several", "value"])
+def test_losses_equal_transformers_for_each_label_type(label_type):
     fields = {"single": ({"num_labels": K}, torch.tensor([2, 0, 1])),
               "several": ({"num_labels": K, "problem_type": "multi_label_classification"},
                           torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]])),
-              "value": ({"num_labels": 1, "problem_type": "regression"}, torch.tensor([0.5, -100.0, 3.0]))}[kind]
+              "value": ({"num_labels": 1, "problem_type": "regression"}, torch.tensor([0.5, -100.0, 3.0]))}[label_type]
     model, batch = make("bert", "SequenceClassification", **fields[0]), padded(rows())
     sums = label_loss(Classifier(model)(batch), fields[1])
     torch.testing.assert_close(sums.total / sums.weight, model(**batch, labels=fields[1]).loss)
 
 
-def test_rows_that_even_out_processes_count_nowhere():
+def test_filler_rows_do_not_count():
     logits = torch.randn(2, K)
     whole = label_loss(logits[:1], torch.tensor([[1.0, 0, 1]]))
     both = label_loss(logits, torch.tensor([[1.0, 0, 1], [float("nan")] * 3]))
@@ -120,7 +120,7 @@ def test_rows_that_even_out_processes_count_nowhere():
     assert value.weight == 1 and value.total == (logits[0, 0] - 1.5).square()
 
 
-def test_weights_of_classes_are_those_of_torchs_losses():
+def test_class_weights_equal_those_of_torch_losses():
     generator = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(5, K, generator=generator), torch.tensor([0.5, 2.0, 1.0])
     labels = torch.tensor([0, 1, 2, 1, -100])
@@ -132,7 +132,7 @@ def test_weights_of_classes_are_those_of_torchs_losses():
     torch.testing.assert_close(sums.total / sums.weight, expected)
 
 
-def test_the_loss_of_pairs_is_trls():
+def test_the_reward_loss_equals_trl():
     scores, margin = torch.tensor([[1.0, 0.2], [-0.3, 0.4], [5.0, 5.0]]), torch.tensor([0.5, 0.0, float("nan")])
     sums = reward_loss(scores, margin, 0.01)
     chosen, rejected = scores[:2].unbind(1)
@@ -140,7 +140,7 @@ def test_the_loss_of_pairs_is_trls():
     torch.testing.assert_close(sums.total / sums.weight, expected)
 
 
-def test_labels_of_classes_are_not_trimmed_as_positions_are():
+def test_class_labels_are_not_trimmed_like_positions():
     batch = {**padded(rows()), "labels": torch.rand(3, max(LENGTHS)).round()}
     chunks = split_rows(batch, 12)
     assert len(chunks) == 3 and all(chunk["labels"].shape[1] == max(LENGTHS) for chunk in chunks)
@@ -154,7 +154,7 @@ HEADS = [("bert", "SequenceClassification", ["bert.pooler", "classifier"]),
 
 
 @pytest.mark.parametrize(("name", "head", "parts"), HEADS)
-def test_the_whole_head_trains_beside_an_adapter_and_peft_loads_both(name, head, parts, tmp_path):
+def test_the_whole_head_trains_with_an_adapter_and_peft_loads_both(name, head, parts, tmp_path):
     model = make(name, head)
     assert head_modules(model) == parts
     base = copy.deepcopy(model)
@@ -162,8 +162,9 @@ def test_the_whole_head_trains_beside_an_adapter_and_peft_loads_both(name, head,
     wrapped = add_lora(model, LoRA(rank=2, targets="all-linear"), [], torch.float32, task, 0)
     trained = [name for name, param in wrapped.named_parameters() if param.requires_grad]
     in_head = [name for name in trained if "lora_" not in name]
-    inside = [name for name, _ in base.named_parameters() if any(name.startswith(f"{part}.") for part in parts)]
-    assert [name.replace("base_model.model.", "").replace(".modules_to_save.default", "") for name in in_head] == inside
+    expected = [name for name, _ in base.named_parameters() if any(name.startswith(f"{part}.") for part in parts)]
+    names = [name.replace("base_model.model.", "").replace(".modules_to_save.default", "") for name in in_head]
+    assert names == expected
     assert not any(part in name for name in trained if "lora_" in name for part in parts)
     with torch.no_grad():
         for param in wrapped.parameters():
@@ -172,31 +173,31 @@ def test_the_whole_head_trains_beside_an_adapter_and_peft_loads_both(name, head,
     wrapped.save_pretrained(tmp_path)
     from peft import PeftModel
 
-    again = PeftModel.from_pretrained(base, tmp_path).eval()
+    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
     batch = padded(rows())
     batch = {key: values.unsqueeze(0) for key, values in batch.items()} if head == "MultipleChoice" else batch
-    torch.testing.assert_close(again(**batch).logits, wrapped.eval()(**batch).logits)
+    torch.testing.assert_close(loaded(**batch).logits, wrapped.eval()(**batch).logits)
 
 
-def test_a_head_for_other_labels_is_drawn_anew_and_said(tmp_path, capsys):
+def test_a_head_for_other_labels_is_reinitialised_and_reported(tmp_path, capsys):
     saved = make("bert", "SequenceClassification", num_labels=5)
     saved.save_pretrained(tmp_path)
-    kind = transformers.AutoModelForSequenceClassification
-    model = load_pretrained(kind, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
+    cls = transformers.AutoModelForSequenceClassification
+    model = load_pretrained(cls, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
     assert "classifier.weight" in capsys.readouterr().out
     assert model.classifier.weight.shape == (2, 16) and model.classifier.weight.std() > 0
-    again = load_pretrained(kind, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
-    assert torch.equal(model.classifier.weight, again.classifier.weight)
-    # What is in the files and fits is loaded.
+    reloaded = load_pretrained(cls, str(tmp_path), overrides={"id2label": {0: "a", 1: "b"}}, seed=3)
+    assert torch.equal(model.classifier.weight, reloaded.classifier.weight)
+    # Weights that fit are loaded.
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
     saved.config.hidden_size = saved.config.intermediate_size = 12
     saved.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="lacks"):
-        load_pretrained(kind, str(tmp_path))
+        load_pretrained(cls, str(tmp_path))
 
 
-def test_a_quantised_base_has_a_head_in_full_precision(tmp_path):
-    # A base without a pooler in its files, as those of masked LMs are.
+def test_the_head_of_a_quantised_base_has_full_precision(tmp_path):
+    # Checkpoints of masked LMs have no pooler.
     transformers.AutoModelForMaskedLM.from_config(make("bert", "MaskedLM").config).save_pretrained(tmp_path)
     model = load_pretrained(transformers.AutoModelForSequenceClassification, str(tmp_path), quantize="nf4", frozen=True)
     plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}

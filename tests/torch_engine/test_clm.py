@@ -34,7 +34,7 @@ def clm(recipe, texts, tokenizer_folder):
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_model_from_scratch_learns_and_loads(clm, tmp_path, config):
+def test_a_model_trained_from_scratch_learns_and_loads(clm, tmp_path, config):
     assert main(["fit", *clm(model__init_args__config=config, model__init_args__save_dtype="bfloat16")]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["val/loss"] < 3.5 and metrics["train/loss"] < 3.5  # ln(320) = 5.8
@@ -53,12 +53,12 @@ def test_a_model_from_scratch_learns_and_loads(clm, tmp_path, config):
     ({"model__init_args__config": None}, "set one of them"),
     ({"model__init_args__pretrained": "x"}, "set one of them"),
 ])
-def test_wrong_configurations_are_errors(clm, capsys, changes, message):
+def test_invalid_model_configs_are_rejected_by_name(clm, capsys, changes, message):
     assert main(["fit", *clm(**changes)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_configuration_from_a_folder_with_overrides(clm, llama_folder, tmp_path):
+def test_a_config_comes_from_a_folder_with_overrides(clm, llama_folder, tmp_path):
     assert main(["fit", *clm(model__init_args__config=str(llama_folder), trainer__max_steps=1,
                              model__init_args__config_overrides={"num_hidden_layers": 1})]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.num_hidden_layers == 1

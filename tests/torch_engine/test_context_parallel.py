@@ -1,4 +1,4 @@
-"""Rows that processes cut along the sequence, against whole rows of plain transformers: each family of the list."""
+"""Context parallelism: rows split along the sequence equal whole rows of transformers, for every supported family."""
 
 import os
 from types import SimpleNamespace
@@ -20,21 +20,21 @@ from tests.forks import together
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
          "attention_dropout": 0.0}
-OF = {"mistral": {"sliding_window": 4}, "smollm3": {"no_rope_layers": [1, 0]}, "phi3": {"sliding_window": 5},
-      "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-      "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-      "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-      "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-      "starcoder2": {"sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-      "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
+FAMILY_FIELDS = {"mistral": {"sliding_window": 4}, "smollm3": {"no_rope_layers": [1, 0]}, "phi3": {"sliding_window": 5},
+                 "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+                 "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+                 "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+                 "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+                 "starcoder2": {"sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+                 "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
 
 
 def batches() -> dict[str, dict[str, torch.Tensor]]:
-    """Rows of 13 places: documents packed, and some padded on either side."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 64, (2, 13), generator=draw)
-    labels = ids.where(torch.rand(ids.shape, generator=draw) < 0.8, -100)
-    weights = torch.rand(ids.shape, generator=draw)
+    """Return rows of 13 positions: packed documents, and rows padded on either side."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 64, (2, 13), generator=generator)
+    labels = ids.where(torch.rand(ids.shape, generator=generator) < 0.8, -100)
+    weights = torch.rand(ids.shape, generator=generator)
     lengths = [[3, 7, 3], [6, 5, 0]]  # the second row ends in padding
     segments = torch.tensor([[1] * a + [2] * b + [3] * c + [0] * (13 - a - b - c) for a, b, c in lengths])
     positions = torch.tensor([[*range(a), *range(b), *range(13 - a - b)] for a, b, _ in lengths])
@@ -55,9 +55,9 @@ def whole_loss(network: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torc
     return (losses * batch["loss_weights"][:, 1:].flatten()).sum() if packed else losses.sum()
 
 
-def agree_by_row(network: torch.nn.Module, rows: ContextParallel, batch: dict[str, torch.Tensor]) -> None:
-    """Log-probabilities of rows, of which each process has some tokens, and the gradient of a loss of all of them."""
-    found = []
+def compare_logps(network: torch.nn.Module, rows: ContextParallel, batch: dict[str, torch.Tensor]) -> None:
+    """Check that split rows have the log-probabilities and gradients of whole rows."""
+    results = []
     for part in (batch, rows.split(batch)):
         network.zero_grad()
         logps, _ = causal_logps(network, LMHead.from_model(network), part)
@@ -66,50 +66,50 @@ def agree_by_row(network: torch.nn.Module, rows: ContextParallel, batch: dict[st
         rows.divide(LossSums((logps / 10).exp().sum(), logps.new_tensor(2))).total.backward()
         weight = network.get_output_embeddings().weight.grad
         torch.distributed.all_reduce(weight)
-        found.append((logps.detach(), weight.clone()))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5 * found[0][1].abs().max().item())
+        results.append((logps.detach(), weight.clone()))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5 * results[0][1].abs().max().item())
 
 
-def agree(*families: str) -> None:
-    """Losses and gradients of two processes that cut their rows, two places at a time."""
+def compare_families(*families: str) -> None:
+    """Check losses and gradients of two processes that split their rows, with blocks of two positions."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     context_parallel.BLOCK = 2
     for family in families:
-        config = AutoConfig.for_model(family, **SIZES, **OF.get(family, {}), attn_implementation="sdpa")
+        config = AutoConfig.for_model(family, **SIZES, **FAMILY_FIELDS.get(family, {}), attn_implementation="sdpa")
         torch.manual_seed(0)
         network = AutoModelForCausalLM.from_config(config)
         for parameter in network.parameters():  # biases, too
             torch.nn.init.normal_(parameter, std=0.2)
         TokenDropout(network)
-        for kind, batch in batches().items():
-            if kind == "padded" and family != "llama":  # the mask is the same function in all
+        for batch_name, batch in batches().items():
+            if batch_name == "padded" and family != "llama":  # all families share the mask function
                 continue
             network.set_attn_implementation("sdpa")
             network.zero_grad()
             loss = whole_loss(network, batch)
             loss.backward()
-            wanted = {"loss": loss.detach()} | {name: p.grad.clone() for name, p in network.named_parameters()}
+            expected = {"loss": loss.detach()} | {name: p.grad.clone() for name, p in network.named_parameters()}
             rows = ContextParallel.over(network, mesh, 2)
             network.zero_grad()
             part = rows.split(batch)
             assert part["input_ids"].shape == (2, 8)
             loss = causal_loss(network, LMHead.from_model(network), part).total
             loss.backward()
-            found = {"loss": loss.detach()} | {name: p.grad for name, p in network.named_parameters()}
-            for name, value in found.items():
+            results = {"loss": loss.detach()} | {name: p.grad for name, p in network.named_parameters()}
+            for name, value in results.items():
                 torch.distributed.all_reduce(value)
-                scale = wanted[name].abs().max()
-                assert scale > 0 and (value - wanted[name]).abs().max() <= 1e-5 * scale, (family, kind, name)
+                scale = expected[name].abs().max()
+                assert scale > 0 and (value - expected[name]).abs().max() <= 1e-5 * scale, (family, batch_name, name)
         print(family, "agrees")
-    agree_by_row(network, rows, batch)
+    compare_logps(network, rows, batch)
     torch.distributed.destroy_process_group()
 
 
 class OneOfThree(ContextParallel):
-    """One of three that cut rows, in a process that knows the keys, then the values, of the others [T, 2, ...]."""
+    """One of three simulated processes; `known` has the keys and values [T, 2, ...] of all of them."""
 
     def __init__(self, rank: int, known: torch.Tensor):
         self.rank, self.size, self._last, self._known = rank, 3, (None, []), known
@@ -125,45 +125,45 @@ class OneOfThree(ContextParallel):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("block", [1, 3, 1024])
-def test_attention_in_blocks_of_queries(monkeypatch, block, window):
+def test_attention_in_blocks_of_queries_equals_whole_attention(monkeypatch, block, window):
     monkeypatch.setattr(context_parallel, "BLOCK", block)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, heads, 24, 4, generator=draw) for heads in (4, 2, 2, 4))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 24, 4, generator=generator) for heads in (4, 2, 2, 4))
     segments = torch.tensor([[1] * 5 + [2] * 14 + [3] * 2 + [0] * 3, [0] * 4 + [1] * 20]).int()
-    back = torch.arange(24)[:, None] - torch.arange(24)
-    seen = (back >= 0) & (back < (window or 24)) & (segments[:, :, None] == segments[:, None])
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    allowed = (distance >= 0) & (distance < (window or 24)) & (segments[:, :, None] == segments[:, None])
 
-    def whole(*qkv: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is mixed and the gradients of queries, keys and values, [B, H, T, D] each."""
+    def attend_whole(*qkv: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the output and the gradients of queries, keys and values, [B, H, T, D] each."""
         qkv = [x.detach().requires_grad_() for x in qkv]
-        mixed = F.scaled_dot_product_attention(*qkv, seen[:, None], scale=0.3, enable_gqa=True)
-        return dict(zip(("mixed", "q", "k", "v"), (mixed, *torch.autograd.grad(mixed, qkv, grad.to(mixed.dtype))),
+        output = F.scaled_dot_product_attention(*qkv, allowed[:, None], scale=0.3, enable_gqa=True)
+        return dict(zip(("mixed", "q", "k", "v"), (output, *torch.autograd.grad(output, qkv, grad.to(output.dtype))),
                         strict=True))
 
-    found, sums = {"mixed": torch.empty_like(q), "q": torch.empty_like(q)}, 0
+    results, sums = {"mixed": torch.empty_like(q), "q": torch.empty_like(q)}, 0
     for rank in range(3):
         rows = OneOfThree(rank, torch.stack([k, v]).movedim(3, 0).detach())
-        own = torch.tensor(sum(map(list, rows._local_chunks(24)), []))
-        parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
-        mixed, _ = rows.attend(None, *parts, segments[:, None, None], scaling=0.3, sliding_window=window)
-        mixed.backward(grad[:, :, own].transpose(1, 2))
-        found["mixed"][:, :, own], found["q"][:, :, own] = mixed.detach().transpose(1, 2), parts[0].grad
+        local = torch.tensor(sum(map(list, rows._local_chunks(24)), []))
+        shards = [x[:, :, local].detach().requires_grad_() for x in (q, k, v)]
+        output, _ = rows.attend(None, *shards, segments[:, None, None], scaling=0.3, sliding_window=window)
+        output.backward(grad[:, :, local].transpose(1, 2))
+        results["mixed"][:, :, local], results["q"][:, :, local] = output.detach().transpose(1, 2), shards[0].grad
         sums = sums + rows.sums
-    found["k"], found["v"] = sums.movedim(0, 3)
-    assert_as_close(found, whole(q, k, v), whole(q.double(), k.double(), v.double()))
+    results["k"], results["v"] = sums.movedim(0, 3)
+    assert_as_close(results, attend_whole(q, k, v), attend_whole(q.double(), k.double(), v.double()))
 
 
-@pytest.mark.parametrize(("changes", "names"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "bert"}, "is not supported for bert"), ({"attn_pdrop": 0.1}, "attention dropout"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
     ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type dynamic")])
-def test_networks_whose_rows_no_processes_cut(changes, names):
+def test_unsupported_networks_are_rejected_by_name(changes, message):
     config = SimpleNamespace(**{"model_type": "llama", "rope_parameters": None} | changes)
-    with pytest.raises(UserError, match=names):
+    with pytest.raises(UserError, match=message):
         check_network(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)), 2)
 
 
 @pytest.mark.slow
-def test_every_family_computes_cut_rows_as_whole_ones():
-    for said in together(list(FAMILIES), processes=2, program=agree):
-        assert said.count("agrees") == len(FAMILIES)
+def test_every_family_computes_split_rows_as_whole_rows():
+    for output in together(list(FAMILIES), processes=2, program=compare_families):
+        assert output.count("agrees") == len(FAMILIES)

@@ -1,4 +1,4 @@
-"""Short rows attend in float32 on CPUs whatever the rest of a network is computed in."""
+"""On CPUs, attention of short rows is computed in float32, whatever the precision of the network."""
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ CASES = {
 }
 
 
-def make(kind: str, fields: dict) -> torch.nn.Module:
+def make(name: str, fields: dict) -> torch.nn.Module:
     torch.manual_seed(0)
-    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    return auto.from_config(CONFIG_MAPPING[kind](**SMALL | fields)).train()
+    auto = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    return auto.from_config(CONFIG_MAPPING[name](**SMALL | fields)).train()
 
 
-def outcome(model: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
-    """Loss and gradients, one behind the other."""
+def run_step(model: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
+    """Return the loss and the gradients, concatenated."""
     model.zero_grad()
     ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -40,93 +40,95 @@ def outcome(model: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tenso
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_sdpa(case):
-    kind, fields, inputs = CASES[case]
-    model = make(kind, fields)
-    exact, rough = outcome(model, inputs, False), outcome(model, inputs, True)
+def test_loss_and_gradients_equal_sdpa(case):
+    name, fields, inputs = CASES[case]
+    model = make(name, fields)
+    exact, reference = run_step(model, inputs, False), run_step(model, inputs, True)
     prefer_cpu_kernels(model, "bf16-mixed")
     assert model.config._attn_implementation == CPU
-    torch.testing.assert_close(outcome(model, inputs, False), exact, rtol=0, atol=1e-7)
-    ours = outcome(model, inputs, True)
-    assert not torch.equal(ours, rough)
-    assert (ours - exact).norm() < 2 * (rough - exact).norm()  # attention is one of many places that round
+    torch.testing.assert_close(run_step(model, inputs, False), exact, rtol=0, atol=1e-7)
+    result = run_step(model, inputs, True)
+    assert not torch.equal(result, reference)
+    assert (result - exact).norm() < 2 * (reference - exact).norm()  # other operations round too
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matrix_products_give_what_the_flash_kernel_gives(case):
-    kind, fields, inputs = CASES[case]
-    model = make(kind, fields)
-    flash, exact = in_both(lambda model: outcome(model, inputs, False), model)
+def test_matrix_products_equal_the_flash_kernel(case):
+    name, fields, inputs = CASES[case]
+    model = make(name, fields)
+    flash, exact = in_both(lambda model: run_step(model, inputs, False), model)
     prefer_cpu_kernels(model, "32-true")
     with fast_products(torch.device("cpu")):
         assert uses_onednn() == stays_float32()
-        assert_as_close(outcome(model, inputs, False), flash, exact)
+        assert_as_close(run_step(model, inputs, False), flash, exact)
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", "bool", "float", "one query"])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_attention_by_matrix_products(mask, groups):
-    """Output and gradients against torch's own in float64, queries of several heads to one of keys, padded rows."""
-    random = torch.Generator().manual_seed(0)
+def test_attention_by_matrix_products_equals_torch(mask, groups):
+    """Output and gradients, with grouped queries and padded rows."""
+    generator = torch.Generator().manual_seed(0)
     length, size = (1 if mask == "one query" else 7), {"key": 8, "value": 5}
-    q = torch.randn(2, 2 * groups, length, 8, generator=random)
-    k, v = (torch.randn(2, 2, 7, size[name], generator=random) for name in ("key", "value"))
+    q = torch.randn(2, 2 * groups, length, 8, generator=generator)
+    k, v = (torch.randn(2, 2, 7, size[name], generator=generator) for name in ("key", "value"))
     allowed = torch.ones(2, 1, length, 7, dtype=torch.bool)
     if mask in ("causal", "bool", "float"):
         allowed = allowed.tril()
     if mask in ("bool", "float"):
-        allowed[1, ..., :2] = False  # padding on the left, whose own rows attend to nothing
-    given = {"bool": allowed, "float": torch.zeros(allowed.shape).masked_fill(~allowed, -1e9)}.get(mask)
-    weights = torch.randn(2, 2 * groups, length, 5, generator=random)
+        allowed[1, ..., :2] = False  # padding on the left, which attends to nothing
+    attention_mask = {"bool": allowed, "float": torch.zeros(allowed.shape).masked_fill(~allowed, -1e9)}.get(mask)
+    weights = torch.randn(2, 2 * groups, length, 5, generator=generator)
     weights[1, :, :2] *= mask not in ("bool", "float")
 
-    def run(attend, dtype):
+    def run(function, dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs)
+        out = function(*inputs)
         return [(out * weights).sum(), *torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)]
 
-    def torchs(q, k, v):
+    def attend_by_torch(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=0.3, enable_gqa=True)
 
-    def ours(q, k, v):
+    def attend(q, k, v):
         module = torch.nn.Module()
         module.is_causal = mask == "causal"
         with fast_products(torch.device("cpu")):
-            return attention._attend_on_cpu(module, q, k, v, given, scaling=0.3)[0].transpose(1, 2)
+            return attention._attend_on_cpu(module, q, k, v, attention_mask, scaling=0.3)[0].transpose(1, 2)
 
-    assert_as_close(run(ours, torch.float32), run(torchs, torch.float32), run(torchs, torch.float64))
+    assert_as_close(run(attend, torch.float32), run(attend_by_torch, torch.float32),
+                    run(attend_by_torch, torch.float64))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_the_kernel_sees_float32_up_to_a_length(monkeypatch, stored):
-    """And what it gives back has the type of the computation."""
+def test_the_kernel_gets_float32_up_to_a_length(monkeypatch, stored):
+    """Its output has the dtype of the computation."""
     monkeypatch.setattr(attention, "FLOAT32_LENGTH", 12)
     model = make("llama", {}).to(stored)
     prefer_cpu_kernels(model, "bf16-mixed")
-    seen, kernel, last = [], torch.nn.functional.scaled_dot_product_attention, model.model.layers[-1].self_attn.o_proj
+    input_dtypes, kernel = [], torch.nn.functional.scaled_dot_product_attention
+    last = model.model.layers[-1].self_attn.o_proj
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda q, *rest, **options: seen.append(q.dtype) or kernel(q, *rest, **options))
-    got = []
-    last.register_forward_pre_hook(lambda _, args: got.append(args[0].dtype))
+                        lambda q, *rest, **options: input_dtypes.append(q.dtype) or kernel(q, *rest, **options))
+    output_dtypes = []
+    last.register_forward_pre_hook(lambda _, args: output_dtypes.append(args[0].dtype))
     for length in (12, 13):
         with torch.autocast("cpu", torch.bfloat16, enabled=stored == torch.float32):
             model(input_ids=torch.arange(length).unsqueeze(0))
-    assert seen[:2] == [torch.float32] * 2 and got == [torch.bfloat16] * 2
-    assert seen[2:] == [stored] * 2  # autocast, where it is on, comes behind this
+    assert input_dtypes[:2] == [torch.float32] * 2 and output_dtypes == [torch.bfloat16] * 2
+    assert input_dtypes[2:] == [stored] * 2  # autocast, if enabled, casts after this
 
 
-def test_other_implementations_are_left_alone():
+def test_other_attention_implementations_stay():
     model = make("llama", {})
     model.set_attn_implementation("eager")
     prefer_cpu_kernels(model, "bf16-mixed")
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_single_query_attends_by_thin_products(monkeypatch):
+def test_a_single_query_uses_thin_products(monkeypatch):
     if not stays_float32():
         pytest.skip("this processor's fast products are not in float32")
-    seen, bmm = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *args: seen.append(uses_onednn()) or bmm(*args))
+    onednn_used, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: onednn_used.append(uses_onednn()) or bmm(*args))
     model = make("llama", {}).eval()
     prefer_cpu_kernels(model, "32-true")
     ids = torch.arange(3, 15)[None]
@@ -134,9 +136,9 @@ def test_a_single_query_attends_by_thin_products(monkeypatch):
         with thin_products():
             assert not uses_onednn()
         cache = model(ids[:, :-1]).past_key_values
-        assert seen and all(seen)
-        seen.clear()
-        found = model(ids[:, -1:], past_key_values=cache).logits
-        assert seen and not any(seen) and uses_onednn()
+        assert onednn_used and all(onednn_used)
+        onednn_used.clear()
+        logits = model(ids[:, -1:], past_key_values=cache).logits
+        assert onednn_used and not any(onednn_used) and uses_onednn()
     with torch.no_grad():
-        torch.testing.assert_close(found[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-6)
+        torch.testing.assert_close(logits[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-6)
