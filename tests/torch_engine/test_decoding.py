@@ -1,7 +1,7 @@
-"""Decoding against token ids that transformers 4.52.4 gave, which has both methods in its core.
+"""Decoding equals recorded token ids of transformers 4.52.4, whose core had contrastive and group beam search.
 
-The ids were recorded with the models and options below, in an environment of its own; nothing here needs it. Its
-group search writes the first of several end tokens for whichever was hit; the beams recorded here hit the first.
+The ids were recorded with the models and options below, in a separate environment that is not needed here. For any of
+several end tokens, its group search writes the first; the recorded beams end in the first.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ from tests.torch_engine.test_families import make
 
 SEED = 70_000_000
 PADDED = torch.tensor([[0, 0, 0, 5, 17, 33, 8], [0, 41, 7, 9, 90, 12, 64], [3, 14, 15, 92, 65, 35, 89]])
-# transformers 4 lets a repetition penalty count padding, newer ones do not; here there is none.
+# No padding: transformers 4 counts it in the repetition penalty, newer versions do not.
 FULL = torch.tensor([[3, 14, 15, 92, 65, 35, 89], [89, 35, 65, 92, 15, 14, 3]])
 RECORDED = [
     ("llama", PADDED,
@@ -80,10 +80,10 @@ RECORDED = [
 ]
 
 
-def build(kind: str) -> torch.nn.Module:
-    """A two-layer model whose weights are hashes of their place, so that no library's random numbers matter."""
+def build(model_type: str) -> torch.nn.Module:
+    """Return a two-layer model with hashes of their positions as weights, independent of any random generator."""
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if kind == "llama":
+    if model_type == "llama":
         model = LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                                              num_attention_heads=4, num_key_value_heads=2,
                                              max_position_embeddings=128, **ends))
@@ -92,15 +92,15 @@ def build(kind: str) -> torch.nn.Module:
     start = SEED
     for name, parameter in sorted(model.named_parameters()):
         norm = parameter.dim() == 1 and name.endswith("weight")
-        values = torch.from_numpy(hashed(start, parameter.numel())).view(parameter.shape)
+        values = torch.from_numpy(hash_range(start, parameter.numel())).view(parameter.shape)
         parameter.data.copy_(norm + 0.35 * values)
         start += parameter.numel()
     model.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0)
     return model.eval()
 
 
-def hashed(start: int, count: int) -> np.ndarray:
-    """`count` numbers spread over [-1, 1): SplitMix64 (Steele et al. 2014) of start, start + 1, ..."""
+def hash_range(start: int, count: int) -> np.ndarray:
+    """Return `count` numbers in [-1, 1): SplitMix64 (Steele et al. 2014) of start, start + 1, ..."""
     x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -109,95 +109,95 @@ def hashed(start: int, count: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, torch.nn.Module]:
-    return {kind: build(kind) for kind in ("llama", "gpt2")}
+    return {name: build(name) for name in ("llama", "gpt2")}
 
 
-def answers(model: torch.nn.Module, prompts: torch.Tensor, **options) -> list[list[int]]:
+def generate_answers(model: torch.nn.Module, prompts: torch.Tensor, **options) -> list[list[int]]:
     config = GenerationConfig(**{"pad_token_id": 0} | options)
     ids = generate(model, prompts, (prompts != 0).long(), config)
     assert ids[:, :prompts.shape[1]].tolist() == prompts.repeat_interleave(len(ids) // len(prompts), 0).tolist()
     return ids[:, prompts.shape[1]:].tolist()
 
 
-@pytest.mark.parametrize(("kind", "prompts", "options", "recorded"), RECORDED)
-def test_same_as_transformers_4(models, kind, prompts, options, recorded):
-    assert answers(models[kind], prompts, **options) == recorded
+@pytest.mark.parametrize(("name", "prompts", "options", "recorded"), RECORDED)
+def test_answers_equal_those_of_transformers_4(models, name, prompts, options, recorded):
+    assert generate_answers(models[name], prompts, **options) == recorded
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_contrastive_search_without_penalty_is_greedy_search(models, kind):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_contrastive_search_without_penalty_is_greedy_search(models, name):
     config = GenerationConfig(max_new_tokens=12, eos_token_id=[40, 62, 3], pad_token_id=96, no_repeat_ngram_size=2)
     inputs = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long(), "generation_config": config}
-    ours = models[kind].generate(custom_generate=contrastive_search, penalty_alpha=0.0, top_k=4, **inputs)
-    assert ours.tolist() == models[kind].generate(**inputs).tolist()
+    ids = models[name].generate(custom_generate=contrastive_search, penalty_alpha=0.0, top_k=4, **inputs)
+    assert ids.tolist() == models[name].generate(**inputs).tolist()
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize(("kind", "use_cache", "length_penalty"), [("llama", True, 1.0), ("gpt2", False, -0.5)])
-def test_one_group_is_plain_beam_search(models, kind, use_cache, length_penalty, early_stopping):
+@pytest.mark.parametrize(("name", "use_cache", "length_penalty"), [("llama", True, 1.0), ("gpt2", False, -0.5)])
+def test_one_group_is_plain_beam_search(models, name, use_cache, length_penalty, early_stopping):
     config = GenerationConfig(max_new_tokens=12, eos_token_id=[40, 62, 3], pad_token_id=96, num_beams=4,
                               num_return_sequences=4, repetition_penalty=1.2, length_penalty=length_penalty,
                               early_stopping=early_stopping, use_cache=use_cache)
     inputs = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long(), "generation_config": config}
-    ours = models[kind].generate(custom_generate=group_beam_search, num_beam_groups=1, diversity_penalty=1.0, **inputs)
-    assert ours.tolist() == models[kind].generate(**inputs).tolist()
+    ids = models[name].generate(custom_generate=group_beam_search, num_beam_groups=1, diversity_penalty=1.0, **inputs)
+    assert ids.tolist() == models[name].generate(**inputs).tolist()
 
 
-def test_cache_changes_nothing_for_groups(models):
+def test_group_beam_search_gives_the_same_without_a_cache(models):
     options = {"max_new_tokens": 8, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "eos_token_id": 40}
-    cached = answers(models["gpt2"], PADDED, **options)
-    assert answers(models["gpt2"], PADDED, use_cache=False, **options) == cached
+    cached = generate_answers(models["gpt2"], PADDED, **options)
+    assert generate_answers(models["gpt2"], PADDED, use_cache=False, **options) == cached
 
 
 @pytest.mark.parametrize("mask", [None, [[0, 1, 1], [1, 1, 1]]])
-def test_inputs_of_the_next_step_are_those_of_transformers(models, mask):
-    """The cache that `generate` has made, a column more in all that describes tokens, and the rest as it was."""
-    seen = []
+def test_inputs_of_the_next_step_equal_transformers(models, mask):
+    """The cache made by `generate`, one more column for inputs by token, and all other inputs unchanged."""
+    records = []
 
     def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        theirs = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
-        outputs, found = _forward(model, input_ids, kwargs, prompt=True)
-        seen.append((found, model._update_model_kwargs_for_generation(outputs, theirs)))
+        expected = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        outputs, result = _forward(model, input_ids, kwargs, prompt=True)
+        records.append((result, model._update_model_kwargs_for_generation(outputs, expected)))
         return input_ids
 
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    given = {"token_type_ids": torch.tensor([[0, 0, 1], [0, 1, 1]])} if mask is not None else {}
+    extra = {"token_type_ids": torch.tensor([[0, 0, 1], [0, 1, 1]])} if mask is not None else {}
     models["gpt2"].generate(ids, attention_mask=mask and torch.tensor(mask), max_new_tokens=1, custom_generate=step,
-                            **given)
-    [(found, theirs)] = seen
-    assert {name: value.tolist() if torch.is_tensor(value) else value for name, value in found.items()} == {
-        name: value.tolist() if torch.is_tensor(value) else value for name, value in theirs.items()}
-    [cache] = [value for name, value in found.items() if name in CARRIED]
+                            **extra)
+    [(result, expected)] = records
+    assert {name: value.tolist() if torch.is_tensor(value) else value for name, value in result.items()} == {
+        name: value.tolist() if torch.is_tensor(value) else value for name, value in expected.items()}
+    [cache] = [value for name, value in result.items() if name in CARRIED]
     assert cache.get_seq_length() == 3
-    assert found["position_ids"].tolist()[-1] == [0, 1, 2, 3] and ("token_type_ids" in found) == (mask is not None)
+    assert result["position_ids"].tolist()[-1] == [0, 1, 2, 3] and ("token_type_ids" in result) == (mask is not None)
 
 
 @pytest.mark.parametrize("options", [
     {"penalty_alpha": 0.6, "top_k": 4}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, {}])
-def test_adapter_counts(models, options):
+def test_an_adapter_decodes_as_its_merged_model(models, options):
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = get_peft_model(build("llama"), config).eval()
-    ours = answers(wrapped, PADDED, max_new_tokens=8, **options)
-    assert ours == answers(wrapped.merge_and_unload(), PADDED, max_new_tokens=8, **options)
-    assert ours != answers(models["llama"], PADDED, max_new_tokens=8, **options)
+    answers = generate_answers(wrapped, PADDED, max_new_tokens=8, **options)
+    assert answers == generate_answers(wrapped.merge_and_unload(), PADDED, max_new_tokens=8, **options)
+    assert answers != generate_answers(models["llama"], PADDED, max_new_tokens=8, **options)
 
 
-def test_other_methods_are_those_of_transformers(models):
+def test_other_decoding_methods_equal_transformers(models):
     mask = (PADDED != 0).long()
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}):
         config = GenerationConfig(max_new_tokens=6, pad_token_id=0, **options)
         torch.manual_seed(1)
-        theirs = models["gpt2"].generate(PADDED, attention_mask=mask, generation_config=config)
+        expected = models["gpt2"].generate(PADDED, attention_mask=mask, generation_config=config)
         torch.manual_seed(1)
-        ours = generate(models["gpt2"], PADDED, mask, config, penalty_alpha=0.0, num_beam_groups=1)
-        assert ours.tolist() == theirs.tolist()
+        ids = generate(models["gpt2"], PADDED, mask, config, penalty_alpha=0.0, num_beam_groups=1)
+        assert ids.tolist() == expected.tolist()
 
 
-def test_options_win_over_the_models_own_and_stay_as_they_are():
+def test_options_override_the_models_own_and_stay_unchanged():
     model = build("llama")
     options = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
-    plain = answers(model, PADDED, **options)
+    plain = generate_answers(model, PADDED, **options)
     model.generation_config = GenerationConfig(pad_token_id=0, do_sample=True, temperature=9.0, num_beams=2,
                                                use_cache=False)
     config = GenerationConfig(pad_token_id=0, **options)
@@ -206,10 +206,10 @@ def test_options_win_over_the_models_own_and_stay_as_they_are():
     assert (config.penalty_alpha, config.top_k, config.do_sample) == (0.6, 4, None)
 
 
-def decoder(kind: str) -> torch.nn.Module:
-    """As `build`, or with a sliding window of 5 tokens in one of two layers."""
-    if kind != "sliding":
-        return build(kind)
+def decoder(name: str) -> torch.nn.Module:
+    """Return a model as `build` does, or one with a sliding window of 5 tokens in one of two layers."""
+    if name != "sliding":
+        return build(name)
     torch.manual_seed(0)
     return Qwen2ForCausalLM(Qwen2Config(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -217,92 +217,93 @@ def decoder(kind: str) -> torch.nn.Module:
         layer_types=["full_attention", "sliding_attention"], bos_token_id=1, eos_token_id=2)).eval()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "sliding"])
 @pytest.mark.parametrize("options", [
     {}, {"use_cache": False}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3}])
-def test_greedy_search_is_that_of_transformers(kind, options):
-    """With shared prompts, of which some end early, and answers longer than the room in the cache."""
-    model, prompts = decoder(kind), PADDED[[0, 1, 0, 2, 2, 1, 0, 2]]
+def test_greedy_search_equals_transformers(name, options):
+    """With repeated prompts, answers that end early, and answers longer than the cache's first capacity."""
+    model, prompts = decoder(name), PADDED[[0, 1, 0, 2, 2, 1, 0, 2]]
     inputs = {"input_ids": prompts, "attention_mask": (prompts != 0).long()}
     longest = model.generate(**inputs, generation_config=GenerationConfig(max_new_tokens=75, eos_token_id=[],
                                                                           pad_token_id=0, **options))
     ends = [*longest[:2, 9].tolist(), int(longest[0, 20])]
     config = GenerationConfig(max_new_tokens=75, eos_token_id=ends, pad_token_id=96, **options)
-    theirs = model.generate(**inputs, generation_config=config)
-    assert generate(model, **inputs, generation_config=config).tolist() == theirs.tolist()
+    expected = model.generate(**inputs, generation_config=config)
+    assert generate(model, **inputs, generation_config=config).tolist() == expected.tolist()
     config.eos_token_id = None
-    theirs = model.generate(**inputs, generation_config=config)
-    assert generate(model, **inputs, generation_config=config).tolist() == theirs.tolist()
+    expected = model.generate(**inputs, generation_config=config)
+    assert generate(model, **inputs, generation_config=config).tolist() == expected.tolist()
 
 
-def test_prompts_are_computed_once_and_ended_rows_leave(models):
+def test_repeated_prompts_are_computed_once_and_finished_rows_leave_the_batch(models):
     sizes, model = [], models["llama"]
     prompts = PADDED[[0, 1, 0, 2, 1, 0]]
-    free = answers(model, prompts, max_new_tokens=6, eos_token_id=[])
+    full = generate_answers(model, prompts, max_new_tokens=6, eos_token_id=[])
     hook = model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(tuple(out.shape[:2])))
-    ended = answers(model, prompts, max_new_tokens=6, eos_token_id=free[0][1])  # three of the six rows end there
+    # Three of the six rows contain this token.
+    ended = generate_answers(model, prompts, max_new_tokens=6, eos_token_id=full[0][1])
     hook.remove()
-    assert free[0][1] not in [*free[0][:1], *free[1], *free[3]]
+    assert full[0][1] not in [*full[0][:1], *full[1], *full[3]]
     assert sizes == [(3, 7), (6, 1), (3, 1), (3, 1), (3, 1), (3, 1)][:len(sizes)] and len(sizes) == 6
-    assert ended == [row[:2] + [0] * 4 if row == free[0] else row for row in free]
+    assert ended == [row[:2] + [0] * 4 if row == full[0] else row for row in full]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"penalty_alpha": 0.6, "top_k": 4}])
-def test_cudnn_plans_no_attention_for_the_length_of_each_token(models, options):
-    """It is left out while tokens are drawn, by whatever method, and comes back after an error too."""
-    is_allowed, seen = torch.backends.cuda.cudnn_sdp_enabled, []
-    hook = models["llama"].register_forward_pre_hook(lambda *_: seen.append(is_allowed()))
-    answers(models["llama"], FULL, max_new_tokens=2, **options)
-    assert len(seen) >= 2 and not any(seen) and is_allowed()
+def test_cudnn_attention_is_off_while_tokens_are_generated(models, options):
+    """It would plan for every length. It is on again afterwards, also after an error."""
+    is_allowed, states = torch.backends.cuda.cudnn_sdp_enabled, []
+    hook = models["llama"].register_forward_pre_hook(lambda *_: states.append(is_allowed()))
+    generate_answers(models["llama"], FULL, max_new_tokens=2, **options)
+    assert len(states) >= 2 and not any(states) and is_allowed()
     hook.remove()
     hook = models["llama"].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        answers(models["llama"], FULL, max_new_tokens=2, **options)
+        generate_answers(models["llama"], FULL, max_new_tokens=2, **options)
     hook.remove()
     assert is_allowed()
 
 
-def test_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
+def test_a_state_without_rows_is_reported_and_decodes_as_transformers(capsys):
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
     prompts = torch.tensor([[5, 17, 33, 8], [5, 17, 33, 8], [3, 14, 15, 92]])
     config = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=[])
-    theirs = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+    expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
     for _ in range(2):
-        assert generate(model, prompts, torch.ones_like(prompts), config).tolist() == theirs.tolist()
+        assert generate(model, prompts, torch.ones_like(prompts), config).tolist() == expected.tolist()
     assert capsys.readouterr().out.count("Generation is slower") == 1
 
 
 @pytest.mark.parametrize(("name", "separable"), [("gemma4_text", True), ("qwen3_5_text", False)])
 def test_layers_with_other_states_decode_as_transformers(name, separable, capsys):
-    """Keys and values that later layers borrow, and states of linear attention, with padding and rows that end."""
+    """Layers that share keys and values, and linear attention, with padding and rows that end early."""
     model = make(name).eval()
     prompts = torch.tensor([[0, 0, 5, 17, 33, 8], [0, 0, 5, 17, 33, 8], [3, 14, 15, 9, 26, 5], [0, 7, 7, 2, 9, 4]])
     mask = (prompts > 0).long()
     config = GenerationConfig(max_new_tokens=8, pad_token_id=0, eos_token_id=[])
-    free = model.generate(prompts, attention_mask=mask, generation_config=config)
-    config.eos_token_id = [int(free[2, 8])]
+    full = model.generate(prompts, attention_mask=mask, generation_config=config)
+    config.eos_token_id = [int(full[2, 8])]
     for settings in (GenerationConfig(max_new_tokens=8, pad_token_id=0, eos_token_id=[]), config):
-        theirs = model.generate(prompts, attention_mask=mask, generation_config=settings)
-        assert generate(model, prompts, mask, settings).tolist() == theirs.tolist()
+        expected = model.generate(prompts, attention_mask=mask, generation_config=settings)
+        assert generate(model, prompts, mask, settings).tolist() == expected.tolist()
     assert capsys.readouterr().out.count("Generation is slower") == (not separable)
 
 
 @pytest.mark.parametrize("size", [5, 256, 1000])
-def test_a_drawn_token_is_the_first_above_its_number(size):
-    """By exact sums of integers, one token after another."""
-    random = np.random.default_rng(size)
-    scores = torch.from_numpy(random.normal(size=(40, size)).astype(np.float32) * 4)
+def test_a_sampled_token_is_the_first_whose_cumulative_probability_exceeds_the_number(size):
+    """Computed with exact sums of integers, token by token."""
+    generator = np.random.default_rng(size)
+    scores = torch.from_numpy(generator.normal(size=(40, size)).astype(np.float32) * 4)
     scores[:, ::3] = -torch.inf
-    numbers = torch.from_numpy(random.random(40, np.float32))
+    numbers = torch.from_numpy(generator.random(40, np.float32))
     numbers[:2] = torch.tensor([0.0, 1 - 2**-24])
     for row, number, token in zip(scores, numbers, sample_tokens(scores, numbers).tolist(), strict=True):
         sums = np.cumsum(np.round(row.softmax(-1).numpy() / np.float32(UNIT)).astype(np.int64))
-        wanted = min(int(number.numpy() * np.float32(sums[-1])), sums[-1] - 1)
-        assert token == int(np.searchsorted(sums, wanted, side="right"))
+        threshold = min(int(number.numpy() * np.float32(sums[-1])), sums[-1] - 1)
+        assert token == int(np.searchsorted(sums, threshold, side="right"))
 
 
-@pytest.mark.parametrize(("options", "named"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"penalty_alpha": 0.6, "num_beams": 2}, "num_beams 2"),
     ({"penalty_alpha": 0.6, "do_sample": True}, "do_sample"),
     ({"penalty_alpha": 0.6, "top_k": 0}, "top_k"),
@@ -312,6 +313,6 @@ def test_a_drawn_token_is_the_first_above_its_number(size):
     ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "do_sample": True}, "do_sample"),
     ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty is 0.0"),
 ])
-def test_impossible_options_are_errors(models, options, named):
-    with pytest.raises(UserError, match=named):
-        answers(models["llama"], PADDED, max_new_tokens=2, **options)
+def test_invalid_generation_options_are_rejected_by_name(models, options, message):
+    with pytest.raises(UserError, match=message):
+        generate_answers(models["llama"], PADDED, max_new_tokens=2, **options)

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: two processes (gloo, CPU) take the steps of one, and runs go on with and without it."""
+"""DeepSpeed ZeRO: two processes (gloo, CPU) take the steps of one, and runs resume with and without it."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ HALFWAY = {"trainer__max_steps": 8, "trainer__val_check_interval": 1.0,
 
 
 def zero(stage: int, **options) -> dict:
-    """A strategy whose parameters, small as they are here, are cut too."""
+    """Return a strategy that also shards small parameters."""
     return {"class_path": "lmmods.strategies.DeepSpeed",
             "init_args": {"stage": stage, "persistence_threshold": 0, **options}}
 
@@ -28,7 +28,7 @@ def zero(stage: int, **options) -> dict:
 # Without deepspeed ---------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_named(recipe, monkeypatch, capsys):
+def test_a_missing_deepspeed_package_is_reported(recipe, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec",
                         lambda name, *args: None if name == "deepspeed" else find(name, *args))
@@ -37,20 +37,20 @@ def test_a_missing_package_is_named(recipe, monkeypatch, capsys):
 
 
 @pytest.fixture
-def refusal():
-    """A function that gives what DeepSpeed says of a run it would not train exactly."""
-    def of(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
-           clip: str | None = None) -> str:
+def reject_run():
+    """Return a function that returns DeepSpeed's error for a run it would not train exactly."""
+    def reject(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
+               clip: str | None = None) -> str:
         module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
                                  trainer=SimpleNamespace(precision=precision, gradient_clip_algorithm=clip))
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as error:
             DeepSpeed(stage=stage).check_run(module)
-        return str(told.value)
+        return str(error.value)
 
-    return of
+    return reject
 
 
-@pytest.mark.parametrize(("run", "words"), [
+@pytest.mark.parametrize(("run", "message"), [
     ({"stage": 3, "quantize": "nf4"}, "model.quantize nf4"),
     ({"quantize": "int8"}, "model.quantize int8"),
     ({"optimizer": "adamw_8bit"}, "optimizer.name adamw_8bit"),
@@ -58,11 +58,11 @@ def refusal():
     ({"precision": "16-mixed"}, "trainer.precision 16-mixed"),
     ({"clip": "value"}, "trainer.gradient_clip_algorithm value"),
 ])
-def test_what_would_not_be_exact_is_refused_by_name(refusal, run, words):
-    assert words in refusal(**run)
+def test_settings_that_would_not_train_exactly_are_rejected_by_name(reject_run, run, message):
+    assert message in reject_run(**run)
 
 
-def test_parameters_are_offloaded_in_stage_3_only(monkeypatch):
+def test_offloading_parameters_requires_stage_3(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match="offload_parameters needs stage 3"):
         DeepSpeed(stage=2, offload_parameters=True).check()
@@ -82,8 +82,8 @@ def test_two_processes_take_the_steps_of_one(task, name, stage, changes):  # noq
     assert main(["fit", *arguments]) == 0
     two, arguments = task(name, "two", 2, zero(stage), **changes)
     out = with_two(arguments)
-    told, = (line for line in out.splitlines() if line.startswith("Parameters:"))
-    assert ": 0," not in told
+    summary, = (line for line in out.splitlines() if line.startswith("Parameters:"))
+    assert ": 0," not in summary
     same_figures(two, one, rel=1e-4)
     same_weights(two.resolve("last") / "model.safetensors", one.resolve("last") / "model.safetensors")
     exported, = one.model.glob("*.safetensors")
@@ -96,8 +96,8 @@ def test_two_processes_take_the_steps_of_one(task, name, stage, changes):  # noq
     {"stage": 2, "offload_optimizer": True},
     {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
 ], ids=["stage 2", "stage 3"])
-def test_offloading_changes_no_number(task, options):  # noqa: F811
-    """Windows of two micro-batches on each process."""
+def test_offloading_changes_no_result(task, options):  # noqa: F811
+    """Each process accumulates two micro-batches per step."""
     one, arguments = task("clm", "one", window=4)
     assert main(["fit", *arguments]) == 0
     two, arguments = task("clm", "two", 2, zero(**options), window=4)
@@ -110,15 +110,15 @@ def test_offloading_changes_no_number(task, options):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "steps", "rel"), [("bf16-mixed", 3, 1e-4), ("bf16-true", 1, 1e-2)])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_half_precision(task, stage, precision, steps, rel):  # noqa: F811
-    """The first steps only: what bfloat16 rounds the other way grows, and without float32 copies all of it does."""
+def test_two_processes_take_the_first_steps_of_one_in_half_precision(task, stage, precision, steps, rel):  # noqa: F811
+    """Only the first steps: differences in bfloat16 rounding grow, fastest without float32 copies."""
     one, arguments = task("qlora", "one", trainer__precision=precision, **LORA)
     assert main(["fit", *arguments]) == 0
     two, arguments = task("qlora", "two", 2, zero(stage), trainer__precision=precision, **LORA)
     with_two(arguments)
     assert len(figures(two)) == len(figures(one))
-    for row, wanted in zip(figures(two)[:steps], figures(one)[:steps], strict=True):
-        assert row == pytest.approx(wanted, rel=rel), row
+    for row, expected in zip(figures(two)[:steps], figures(one)[:steps], strict=True):
+        assert row == pytest.approx(expected, rel=rel), row
 
 
 @installed
@@ -127,8 +127,8 @@ def test_half_precision(task, stage, precision, steps, rel):  # noqa: F811
     ("clm", (1, "ddp"), (2, zero(2))), ("clm", (1, "ddp"), (2, zero(3))), ("clm", (2, zero(2)), (1, "ddp")),
     ("clm", (2, zero(3)), (2, "fsdp")), ("qlora", (2, zero(3)), (2, zero(2))),
 ], ids=["1 to stage 2", "1 to stage 3", "stage 2 to 1", "stage 3 to fsdp", "LoRA, stage 3 to 2"])
-def test_a_run_goes_on_with_another_strategy(task, name, first, then):  # noqa: F811
-    """Stopped at step 4 of 8: the numbers of a straight run."""
+def test_a_run_resumes_with_another_strategy(task, name, first, then):  # noqa: F811
+    """Stopped at step 4 of 8, it has the metrics of an uninterrupted run."""
     changes = HALFWAY | (LORA if name == "qlora" else {})
     straight, arguments = task(name, "straight", **changes)
     assert main(["fit", *arguments]) == 0

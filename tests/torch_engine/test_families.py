@@ -1,4 +1,4 @@
-"""The families that people fine-tune, in the forms that are fast, against plain transformers: losses and gradients."""
+"""Fast kernels of popular families: losses and gradients equal plain transformers."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ FAMILIES = {
     "qwen3_5_text": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
                      "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
 }
-HYBRID = ("qwen3_5_text",)  # the state of their linear attention goes on from one packed document to the next
+HYBRID = ("qwen3_5_text",)  # the state of linear attention carries over to the next packed document
 LENGTHS = (12, 9)
 
 
@@ -45,7 +45,7 @@ def make(name: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+def attach_adapters(model: torch.nn.Module) -> torch.nn.Module:
     model = add_lora(model, LoRA(rank=2, targets="all-linear"), [], torch.float32, "CAUSAL_LM", 0)
     for name, param in model.named_parameters():
         if "lora_B" in name:
@@ -54,15 +54,15 @@ def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels [1, T] of two texts, whose prompts are not scored."""
+    """Return token ids and labels [1, T] of two texts; prompt tokens are not targets."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    texts = []
     for length in LENGTHS:
         ids = torch.randint(3, V, (1, length), generator=generator)
         labels = ids.clone()
         labels[:, :4] = -100
-        found.append((ids, labels))
-    return found
+        texts.append((ids, labels))
+    return texts
 
 
 def padded() -> dict[str, torch.Tensor]:
@@ -78,56 +78,57 @@ def packed() -> dict[str, torch.Tensor]:
             "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
 
 
-def plain_logps(model: torch.nn.Module) -> torch.Tensor:
-    """Summed log-probability of each text [2], by the whole network on it alone."""
-    found = []
+def compute_logps(model: torch.nn.Module) -> torch.Tensor:
+    """Return the summed log-probability of each text [2], computed by the plain network on single texts."""
+    logps = []
     for ids, labels in documents():
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        found.append(-F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="sum"))
-    return torch.stack(found)
+        logps.append(-F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="sum"))
+    return torch.stack(logps)
 
 
-def preference(logps: torch.Tensor) -> torch.Tensor:
-    """A loss that is not linear in the log-probabilities of rows."""
+def preference_loss(logps: torch.Tensor) -> torch.Tensor:
+    """Return a loss that is not linear in the log-probabilities of rows."""
     return F.softplus(0.3 * (logps[1] - logps[0]))
 
 
-def of_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
-    """Log-probabilities of both texts, gradients of their sum and of a preference."""
-    logps = plain_logps(model)
-    return logps.detach(), gradients(model, -logps.sum()), gradients(model, preference(plain_logps(model)))
+def compute_by_transformers(model: torch.nn.Module) -> tuple[torch.Tensor, dict, dict]:
+    """Return the log-probabilities of both texts, and the gradients of their sum and of a preference loss."""
+    logps = compute_logps(model)
+    return logps.detach(), gradients(model, -logps.sum()), gradients(model, preference_loss(compute_logps(model)))
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_fast_forms_compute_what_transformers_does(name, adapted, monkeypatch, capsys):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions a chunk
+def test_fast_kernels_equal_transformers(name, adapted, monkeypatch, capsys):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", V * 4 * 3)  # three positions per chunk
     monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
-    model = with_adapters(make(name)) if adapted else make(name)
-    (logps, expected, expected_preference), (exact_logps, exact, exact_preference) = in_both(of_transformers, model)
-    num_adapted, joined = sum("lora_B" in key for key in expected), []
+    model = attach_adapters(make(name)) if adapted else make(name)
+    ((logps, expected, expected_preference),
+     (exact_logps, exact, exact_preference)) = in_both(compute_by_transformers, model)
+    num_adapted, fused_calls = sum("lora_B" in key for key in expected), []
     apply = lora._AdaptedProduct.apply
-    monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: joined.append(True) or apply(*args))
+    monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: fused_calls.append(True) or apply(*args))
     monkeypatch.setattr(loss_module, "_AnyHead", None)
     fuse_adapters(model)
     head = LMHead.from_model(model)
     assert keeps_packed_apart(model) is (name not in HYBRID)
     for batch in (padded(), packed())[:1 + (name not in HYBRID)]:
-        joined.clear()
+        fused_calls.clear()
         sums = causal_loss(model, head, batch)
-        assert len(joined) == num_adapted and (num_adapted >= 8) is adapted
+        assert len(fused_calls) == num_adapted and (num_adapted >= 8) is adapted
         assert_as_close(sums.total, -logps.sum(), -exact_logps.sum())
         assert sums.weight == sum(LENGTHS) - 8
         assert_as_close(gradients(model, sums.total), expected, exact)
-    found, counts = causal_logps(model, head, padded())
-    assert_as_close(found, logps, exact_logps)
+    fast_logps, counts = causal_logps(model, head, padded())
+    assert_as_close(fast_logps, logps, exact_logps)
     assert counts.tolist() == [length - 4 for length in LENGTHS]
-    assert_as_close(gradients(model, preference(found)), expected_preference, exact_preference)
+    assert_as_close(gradients(model, preference_loss(fast_logps)), expected_preference, exact_preference)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_attention_without_a_kernel_is_said(name, capsys):
+def test_attention_without_a_fast_kernel_is_reported(name, capsys):
     say_eager(make(name))
     assert capsys.readouterr().out == (
         "" if name != "gemma2" else "Attention: gemma2 uses eager, which keeps all scores in memory: sdpa cannot cap "

@@ -1,4 +1,4 @@
-"""`model.fast_kernels: false` takes the faster forms away, and a run says the same."""
+"""A run logs the same metrics with `model.fast_kernels: false`."""
 
 import csv
 
@@ -9,7 +9,7 @@ from lmmods.cli import main
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["sft", "mlm"])
-def test_a_run_says_the_same_without_them(recipe, engine, task, tmp_path, llama_folder, instructions):
+def test_a_run_has_the_same_metrics_without_fast_kernels(recipe, engine, task, tmp_path, llama_folder, instructions):
     changes = {"engine": engine, "trainer__max_steps": 3}
     if task == "mlm":
         from transformers import AutoTokenizer
@@ -24,15 +24,15 @@ def test_a_run_says_the_same_without_them(recipe, engine, task, tmp_path, llama_
                     "data": {"class_path": "MLMData", "init_args": {
                         "tokenizer": str(tmp_path / "tokenizer"), "source": str(tmp_path / "corpus.txt"), "val_size": 4,
                         "documents": "line", "max_length": 64, "pad_to_multiple_of": 64, "batch_size": 4}}}
-    told = []
+    metrics = []
     for fast in ("true", "false"):
         folder = tmp_path / fast
         assert main(["fit", *recipe(**changes), "--model.fast_kernels", fast,
                      "--trainer.default_root_dir", str(folder)]) == 0
         with open(folder / "metrics.csv", newline="") as file:
-            told.append([{name: float(value) for name, value in row.items()
-                          if value and name in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy")}
-                         for row in csv.DictReader(file)])
-    assert len(told[0]) == 3 and "val/loss" in told[0][-1]
-    for fast, plain in zip(*told, strict=True):
+            metrics.append([{name: float(value) for name, value in row.items()
+                             if value and name in ("train/loss", "train/grad_norm", "val/loss", "val/accuracy")}
+                            for row in csv.DictReader(file)])
+    assert len(metrics[0]) == 3 and "val/loss" in metrics[0][-1]
+    for fast, plain in zip(*metrics, strict=True):
         assert fast == pytest.approx(plain, rel=1e-4)

@@ -1,4 +1,4 @@
-"""First weights of any architecture on torch: transformers' distributions, from streams by name."""
+"""Initial weights of any architecture on torch: transformers' distributions, from random streams by name."""
 
 import math
 
@@ -15,8 +15,8 @@ from lmmods.torch_engine.nn.initialization import InitialWeights, from_config
 from lmmods.torch_engine.nn.stored import pop_sources, read_shards
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-OTHERS = {  # beyond the families that both engines have: other kinds of layers and ways to start
-    "gpt_neox": SMALL, "phi": SMALL, "modernbert": SMALL,  # the last one: truncated normal distributions
+OTHERS = {  # architectures with other layers and initialisations than those of both engines
+    "gpt_neox": SMALL, "phi": SMALL, "modernbert": SMALL,  # modernbert has truncated normal distributions
     "opt": {"vocab_size": 300, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 16},
     "mamba": {"vocab_size": 300, "hidden_size": 32, "state_size": 4},
     "qwen2_moe": SMALL | {"num_key_value_heads": 4, "num_experts": 4, "moe_intermediate_size": 16,
@@ -24,39 +24,40 @@ OTHERS = {  # beyond the families that both engines have: other kinds of layers 
 }
 
 
-def config_of(name: str, depth: int):
+def make_config(name: str, depth: int):
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return transformers.CONFIG_MAPPING[name](**OTHERS[name], **special, num_hidden_layers=depth)
 
 
-def scratch(name: str, depth: int = 2) -> dict[str, torch.Tensor]:
+def init_state(name: str, depth: int = 2) -> dict[str, torch.Tensor]:
     auto = transformers.AutoModelForMaskedLM if name == "modernbert" else transformers.AutoModelForCausalLM
-    return from_config(lambda: auto.from_config(config_of(name, depth)), 0).state_dict()
+    return from_config(lambda: auto.from_config(make_config(name, depth)), 0).state_dict()
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_distributions_are_those_of_transformers(name):
+def test_initial_distributions_equal_transformers(name):
     torch.manual_seed(0)
     auto = transformers.AutoModelForMaskedLM if name == "modernbert" else transformers.AutoModelForCausalLM
-    theirs, ours = auto.from_config(config_of(name, 2)).state_dict(), scratch(name)
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        found, size = ours[key], value.numel()
+    expected, weights = auto.from_config(make_config(name, 2)).state_dict(), init_state(name)
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        tensor, size = weights[key], value.numel()
         if value.std() == 0 or name == "mamba" and key.endswith("A_log"):
-            assert torch.equal(found, value), key
+            assert torch.equal(tensor, value), key
             continue
-        assert torch.equal((found == 0).all(-1), (value == 0).all(-1)) and not torch.equal(found, value), key
-        assert abs(found.mean() - value.mean()) < 5 * value.std() * math.sqrt(2 / size), key
-        assert abs(found.var() / value.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, key
+        assert torch.equal((tensor == 0).all(-1), (value == 0).all(-1)) and not torch.equal(tensor, value), key
+        assert abs(tensor.mean() - value.mean()) < 5 * value.std() * math.sqrt(2 / size), key
+        assert abs(tensor.var() / value.var() - 1) < 5 * math.sqrt(4 / size) + 25 / size, key
     if name == "modernbert":
-        drawn = [key for key, value in ours.items() if value.std() > 0]
-        assert all(ours[key].abs().max() <= theirs[key].std() * 3.5 for key in drawn if ours[key].numel() > 5000)
+        random_keys = [key for key, value in weights.items() if value.std() > 0]
+        assert all(weights[key].abs().max() <= expected[key].std() * 3.5 for key in random_keys
+                   if weights[key].numel() > 5000)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_parameter_depends_on_its_name_alone(name):
-    """Not on the layers made before it; what an architecture scales by its depth is the same but for the scale."""
-    shallow, deep = scratch(name), scratch(name, 3)
+def test_a_parameters_initial_values_depend_on_its_name_alone(name):
+    """Not on layers made before it. Only an architecture's scaling by depth may change the values."""
+    shallow, deep = init_state(name), init_state(name, 3)
     shared = shallow.keys() & deep.keys()
     assert len(shared) == len(shallow)
     for key in shared:
@@ -68,7 +69,7 @@ def test_a_parameter_depends_on_its_name_alone(name):
 
 
 class Odd(nn.Module):
-    """Draws its parameters in unusual ways, as code that comes with a model may."""
+    """Initialises its parameters in unusual ways, as remote model code may."""
 
     def __init__(self):
         super().__init__()
@@ -95,38 +96,39 @@ class Odd(nn.Module):
 
 
 @pytest.fixture
-def odd() -> Odd:
+def odd_model() -> Odd:
     with InitialWeights(0) as weights:
         model = Odd()
         weights.start(model, lambda: None)
     return model
 
 
-def stream(name: str, distribution=Normal(1.0)) -> torch.Tensor:
+def draw_stream(name: str, distribution=Normal(1.0)) -> torch.Tensor:
     return torch.from_numpy(draw(0, name, distribution, (6, 4)))
 
 
-def test_draws_reach_the_parameter_by_any_way(odd):
-    assert torch.equal(odd.plain, stream("plain", Normal(2.0))) and odd.tied.weight is odd.plain
-    assert torch.equal(odd.data_alone.weight, stream("data_alone.weight", Normal(0.5, 1.0)))
-    padded = stream("padded.weight")
+def test_every_way_to_initialise_a_parameter_uses_its_stream(odd_model):
+    assert torch.equal(odd_model.plain, draw_stream("plain", Normal(2.0))) and odd_model.tied.weight is odd_model.plain
+    assert torch.equal(odd_model.data_alone.weight, draw_stream("data_alone.weight", Normal(0.5, 1.0)))
+    padded = draw_stream("padded.weight")
     padded[1] = 0
-    assert torch.equal(odd.padded.weight, padded)
-    assert torch.equal(odd.twice, stream("twice", Uniform(0.0, 1.0)))
-    assert (odd.overwritten == 1).all()
-    assert torch.equal(odd.halves, stream("halves").bfloat16())
-    assert torch.equal(odd.table, stream("table", Uniform(0.0, 1.0)))
-    assert odd.loose[0].std() > 0.5 and odd.on_meta.is_meta
-    assert all(p.requires_grad for p in odd.parameters())
+    assert torch.equal(odd_model.padded.weight, padded)
+    assert torch.equal(odd_model.twice, draw_stream("twice", Uniform(0.0, 1.0)))
+    assert (odd_model.overwritten == 1).all()
+    assert torch.equal(odd_model.halves, draw_stream("halves").bfloat16())
+    assert torch.equal(odd_model.table, draw_stream("table", Uniform(0.0, 1.0)))
+    assert odd_model.loose[0].std() > 0.5 and odd_model.on_meta.is_meta
+    assert all(p.requires_grad for p in odd_model.parameters())
 
 
-def test_a_part_is_drawn_once_the_rest_is_there(odd):
-    """While a model is made its parameters have no names: values that are read at once are of numbered streams."""
-    assert not odd.parts[0, [0, 2, 3]].any() and (odd.parts[:, 1] >= 0).all() and odd.parts[2:4].std() > 0.2
-    assert torch.equal(odd.copied, odd.read + 1) and odd.read.std() > 0.5
+def test_values_read_during_construction_come_from_numbered_streams(odd_model):
+    """Parameters have no names while a model is built."""
+    model = odd_model
+    assert not model.parts[0, [0, 2, 3]].any() and (model.parts[:, 1] >= 0).all() and model.parts[2:4].std() > 0.2
+    assert torch.equal(model.copied, model.read + 1) and model.read.std() > 0.5
 
 
-def test_parts_of_a_known_parameter_have_the_values_of_the_whole():
+def test_parts_of_a_parameter_have_the_values_of_the_whole():
     model = nn.Module()
     model.joined = nn.Parameter(torch.zeros(6, 4))
     with InitialWeights(0) as weights:
@@ -135,13 +137,12 @@ def test_parts_of_a_known_parameter_have_the_values_of_the_whole():
             nn.init.normal_(model.joined[:, 3])
 
         weights.start(model, initialize)
-    whole = stream("joined")
+    whole = draw_stream("joined")
     assert torch.equal(model.joined[:2], whole[:2]) and torch.equal(model.joined[:, 3], whole[:, 3])
     assert not model.joined[2:, :3].any()
 
 
-def test_nothing_stays_behind():
-    """Once it is left, torch draws as ever, and transformers initialises as ever."""
+def test_torch_and_transformers_are_restored_after_an_error():
     from transformers import PreTrainedModel
 
     methods = PreTrainedModel.init_weights, PreTrainedModel.initialize_weights
@@ -155,7 +156,7 @@ def test_nothing_stays_behind():
 
 
 class Wrapped(nn.Module):
-    """A network within the module that is sharded, as a task has it."""
+    """Module that contains the network, like a task."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -163,18 +164,18 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("name", ["gpt_neox", "opt"])  # the second has a row of zeros, and tied matrices
-def test_a_process_draws_the_rows_that_it_keeps(name, rank, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt_neox", "opt"])  # opt has a row of zeros and tied matrices
+def test_a_process_initialises_only_its_own_rows(name, rank, monkeypatch):
     def make():
-        return transformers.AutoModelForCausalLM.from_config(config_of(name, 2))
+        return transformers.AutoModelForCausalLM.from_config(make_config(name, 2))
 
     whole, num_rows = from_config(make, 3).state_dict(), {}
 
-    def drawn(seed, name, distribution, shape, part):
+    def count_rows(seed, name, distribution, shape, part):
         num_rows[name] = len(range(shape[0])[part[0]])
         return draw(seed, name, distribution, shape)[part]
 
-    monkeypatch.setattr(initialization, "init_part", drawn)
+    monkeypatch.setattr(initialization, "init_part", count_rows)
     torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
     try:
         model = from_config(make, 3, by_parts=True)

@@ -1,4 +1,4 @@
-"""LoRA layers in one step of autograd compute what PEFT's own forward does."""
+"""LoRA layers fused into one autograd function compute what PEFT's forward computes."""
 
 import copy
 from functools import partial
@@ -30,10 +30,10 @@ class Network(nn.Module):
         self.up, self.down = linear(64, 128, bias=False), linear(128, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x).clamp_(-9, 9)))  # in place, as some networks cut queries off
+        return self.down(torch.tanh(self.up(x).clamp_(-9, 9)))  # in place, as some networks clip queries
 
 
-def adapted(quantised: str | None = None, **fields) -> nn.Module:
+def make_model(quantised: str | None = None, **fields) -> nn.Module:
     torch.manual_seed(0)
     model = get_peft_model(Network(quantised).to("cpu"), LoraConfig(
         r=4, lora_alpha=12, target_modules=["up", "down"], init_lora_weights=False, **fields))
@@ -42,11 +42,11 @@ def adapted(quantised: str | None = None, **fields) -> nn.Module:
     return model.train()
 
 
-def outcome(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
-    """The output, the input's gradient and the adapter's."""
+def run_step(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
+    """Return the output, and the gradients of the input and the adapter."""
     dtype = next(param.dtype for name, param in model.named_parameters() if "lora_A" in name)
     x = X.to(dtype, copy=True).requires_grad_()
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(x)
     model.zero_grad()
@@ -54,8 +54,8 @@ def outcome(model: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
     return [y.detach().float(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def of_peft(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What PEFT's forward makes of a model and, in float64, of the matrices that its codes stand for."""
+def run_peft(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the results of PEFT's forward and, in float64, of the dequantised matrices."""
     plain = copy.deepcopy(model)
     for _, layer in lora_layers(plain):
         base = layer.base_layer
@@ -64,12 +64,12 @@ def of_peft(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             layer.base_layer.weight.data = matrix_of(base, torch.float32)
             layer.base_layer.bias = base.bias
             layer.base_layer.requires_grad_(False)
-    return outcome(copy.deepcopy(model)), in_both(outcome, plain)[1]
+    return run_step(copy.deepcopy(model)), in_both(run_step, plain)[1]
 
 
 @pytest.fixture
-def used(monkeypatch):
-    """How often the fused step runs."""
+def fused_calls(monkeypatch):
+    """Calls of the fused function."""
     calls = []
     apply = lora._AdaptedProduct.apply
     monkeypatch.setattr(lora._AdaptedProduct, "apply", lambda *args: calls.append(True) or apply(*args))
@@ -78,62 +78,63 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("quantised", LINEAR)
-def test_results_and_gradients_are_pefts(used, quantised, dropout):
-    model = adapted(quantised, lora_dropout=dropout)
-    plain, exact = of_peft(model)
-    assert not used
+def test_results_and_gradients_equal_peft(fused_calls, quantised, dropout):
+    model = make_model(quantised, lora_dropout=dropout)
+    plain, exact = run_peft(model)
+    assert not fused_calls
     fuse_adapters(model)
-    assert_as_close(outcome(model), plain, exact)
-    assert len(used) == 2
+    assert_as_close(run_step(model), plain, exact)
+    assert len(fused_calls) == 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("quantised", ["nf4", "int8"])
-def test_dora_on_codes_is_pefts_on_the_matrix_that_they_stand_for(quantised, dropout):
-    model = adapted(quantised, use_dora=True, lora_dropout=dropout)
-    plain = adapted(use_dora=True, lora_dropout=dropout)
+def test_quantised_dora_equals_peft_on_the_dequantised_matrix(quantised, dropout):
+    model = make_model(quantised, use_dora=True, lora_dropout=dropout)
+    plain = make_model(use_dora=True, lora_dropout=dropout)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 plain.get_parameter(name).copy_(parameter * (2 if "magnitude" in name else 1))
                 parameter.copy_(plain.get_parameter(name))
         for layer in ("up", "down"):
-            ours, theirs = (getattr(each.base_model.model, layer).base_layer for each in (model, plain))
-            theirs.weight.copy_(matrix_of(ours, torch.float32))
-            if ours.bias is not None:
-                theirs.bias.copy_(ours.bias)
+            quantised_layer, plain_layer = (getattr(network.base_model.model, layer).base_layer
+                                            for network in (model, plain))
+            plain_layer.weight.copy_(matrix_of(quantised_layer, torch.float32))
+            if quantised_layer.bias is not None:
+                plain_layer.bias.copy_(quantised_layer.bias)
     fuse_adapters(model)
     for training in (True, False, True):
-        assert_as_close(outcome(model.train(training)), *in_both(outcome, plain.train(training)))
+        assert_as_close(run_step(model.train(training)), *in_both(run_step, plain.train(training)))
 
 
 @pytest.mark.parametrize("quantised", LINEAR)
-def test_under_autocast_it_is_as_near_to_float32_as_peft(used, quantised):
-    model = adapted(quantised)
-    exact = outcome(model)
+def test_under_autocast_errors_are_close_to_those_of_peft(fused_calls, quantised):
+    model = make_model(quantised)
+    exact = run_step(model)
 
     def errors():
-        return [((rough - best).norm() / best.norm()).item()
-                for rough, best in zip(outcome(model, autocast=True), exact, strict=True)]
+        return [((result - exact_result).norm() / exact_result.norm()).item()
+                for result, exact_result in zip(run_step(model, autocast=True), exact, strict=True)]
 
-    theirs = errors()
+    expected = errors()
     fuse_adapters(model)
-    for mine, other in zip(errors(), theirs, strict=True):
-        assert 0 < mine < 0.01 and mine < 1.3 * other
-    assert len(used) == 2
+    for error, expected_error in zip(errors(), expected, strict=True):
+        assert 0 < error < 0.01 and error < 1.3 * expected_error
+    assert len(fused_calls) == 2
     with torch.autocast("cpu", torch.bfloat16):
         assert model.base_model.model.up(torch.randn(3, 5, 64)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("quantised", LINEAR)
-def test_recomputed_in_the_backward_pass(used, quantised):
-    model = adapted(quantised)
-    plain, exact = of_peft(model)
+def test_gradient_checkpointing_recomputes_the_fused_function(fused_calls, quantised):
+    model = make_model(quantised)
+    plain, exact = run_peft(model)
     fuse_adapters(model)
     forward = model.base_model.model.forward
     model.base_model.model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
-    assert_as_close(outcome(model), plain, exact)
-    assert len(used) == 4
+    assert_as_close(run_step(model), plain, exact)
+    assert len(fused_calls) == 4
 
 
 def add_another(model: nn.Module) -> None:
@@ -141,7 +142,7 @@ def add_another(model: nn.Module) -> None:
     model.base_model.set_adapter(["default", "more"])
 
 
-def watch(model: nn.Module) -> None:
+def add_hooks(model: nn.Module) -> None:
     layers = model.base_model.model
     for part in (layers.up.lora_A.default, layers.down.base_layer):
         part.register_forward_hook(lambda *_: None)
@@ -149,25 +150,25 @@ def watch(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(("fields", "change", "num_fused"), [
     pytest.param({"use_dora": True}, None, 0, id="DoRA"),
-    pytest.param({"lora_bias": True}, None, 0, id="a bias of the adapter"),
-    pytest.param({"bias": "all"}, None, 1, id="a bias of the base that trains"),  # `up` has none
+    pytest.param({"lora_bias": True}, None, 0, id="adapter bias"),
+    pytest.param({"bias": "all"}, None, 1, id="trained base bias"),  # `up` has none
     pytest.param({}, lambda model: model.merge_adapter(), 0, id="merged"),
     pytest.param({}, lambda model: model.base_model.disable_adapter_layers(), 0, id="switched off"),
     pytest.param({}, add_another, 0, id="two adapters"),
-    pytest.param({}, watch, 0, id="hooks"),
+    pytest.param({}, add_hooks, 0, id="hooks"),
 ])
-def test_what_is_more_goes_pefts_way(used, fields, change, num_fused):
-    model = adapted(**fields)
+def test_unsupported_adapters_use_the_forward_of_peft(fused_calls, fields, change, num_fused):
+    model = make_model(**fields)
     if change:
         change(model)
-    plain, exact = of_peft(model)
+    plain, exact = run_peft(model)
     fuse_adapters(model)
-    assert_as_close(outcome(model), plain, exact)
-    assert len(used) == num_fused
+    assert_as_close(run_step(model), plain, exact)
+    assert len(fused_calls) == num_fused
 
 
-def test_decoding_and_other_layers_go_pefts_way(used):
-    model = adapted()
+def test_decoding_and_other_layers_use_the_forward_of_peft(fused_calls):
+    model = make_model()
     fuse_adapters(model)
     model(torch.randn(3, 1, 64))
     torch.manual_seed(0)
@@ -175,28 +176,28 @@ def test_decoding_and_other_layers_go_pefts_way(used):
     gpt2 = get_peft_model(gpt2, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     fuse_adapters(gpt2)
     gpt2(torch.arange(6).unsqueeze(0))
-    assert not used
+    assert not fused_calls
 
 
-@pytest.mark.parametrize(("make", "said"), [
-    (adapted, ""),
-    (lambda: adapted("nf4"), ""),
-    (lambda: adapted("int8"), ""),
-    (lambda: adapted(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are not fused with their adapters and run "
+@pytest.mark.parametrize(("make", "message"), [
+    (make_model, ""),
+    (lambda: make_model("nf4"), ""),
+    (lambda: make_model("int8"), ""),
+    (lambda: make_model(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are not fused with their adapters and run "
                                      "slower: DoRA scales the sum of both outputs.\n"),
-    (lambda: adapted(bias="all"), "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run "
+    (lambda: make_model(bias="all"), "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run "
                                   "slower: their biases train.\n"),
     (lambda: get_peft_model(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), LoraConfig(
         target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)),
      "LoRA: 2 of 3 adapted layers (c_attn) are not fused with their adapters and run slower: they are Conv1D, "
      "neither plain nor quantised linear layers.\n"),
 ], ids=["plain", "4-bit", "8-bit", "DoRA", "bias", "Conv1D"])
-def test_layers_that_cannot_be_joined_are_named(make, said, capsys):
+def test_layers_that_cannot_be_fused_are_reported(make, message, capsys):
     fuse_adapters(make())
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
 
 
-def test_layers_that_read_the_same_features_share_their_cast():
+def test_layers_with_the_same_input_share_its_cast():
     x = torch.randn(2, 3)
     first = lora._in_dtype(x, torch.bfloat16)
     assert lora._in_dtype(x, torch.bfloat16) is first
@@ -208,9 +209,9 @@ def test_layers_that_read_the_same_features_share_their_cast():
 
 
 @pytest.mark.parametrize("quantised", LINEAR)
-def test_in_inference_mode_it_is_as_without_gradients(used, quantised):
-    """Under autocast features are cast, and tensors of inference mode do not count their changes."""
-    model = adapted(quantised)
+def test_inference_mode_equals_no_grad(fused_calls, quantised):
+    """Casts under autocast are cached by version, which inference tensors do not have."""
+    model = make_model(quantised)
     fuse_adapters(model)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -218,5 +219,5 @@ def test_in_inference_mode_it_is_as_without_gradients(used, quantised):
         with torch.inference_mode():
             x = X.clone()
             assert torch.equal(model(x), expected)
-            assert torch.equal(model(x.zero_()), model(torch.zeros_like(x)))  # not a cast of what x was
-    assert used
+            assert torch.equal(model(x.zero_()), model(torch.zeros_like(x)))  # not the cached cast of the old x
+    assert fused_calls

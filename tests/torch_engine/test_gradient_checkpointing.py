@@ -1,4 +1,4 @@
-"""Architectures that transformers does not checkpoint: the same gradients, dropout included, from less memory."""
+"""Gradient checkpointing where transformers has none: the same gradients, with dropout, in less memory."""
 
 import csv
 
@@ -40,41 +40,42 @@ MODELS = {
 
 
 def step(model) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes kept for the backward pass, and the gradients."""
+    """Return the bytes saved for the backward pass, and the gradients."""
     ids = torch.arange(4 * 24).reshape(4, 24) % 50
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     weights = {p.data_ptr() for p in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.nbytes
+            sizes[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     torch.manual_seed(3)
     options = {} if isinstance(model, AlbertForMaskedLM | OpenAIGPTLMHeadModel) else {"use_cache": False}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(input_ids=ids, labels=ids, **options).loss
-    size = sum(kept.values())
+    size = sum(sizes.values())
     model.zero_grad()
     loss.backward()
     return size, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_same_gradients_from_less_memory(make):
+def test_gradients_are_the_same_with_less_memory(make):
     torch.manual_seed(0)
     model = make().train()
-    whole, wanted = step(model)
+    whole, expected = step(model)
     enable_checkpointing(model)
-    less, found = step(model)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], grad) for name, grad in wanted.items())
-    assert less < whole / 2
+    reduced, gradients = step(model)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
+    assert reduced < whole / 2
     model.eval()
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
 
 
-def test_a_model_without_blocks_is_refused():
+def test_a_model_without_blocks_is_rejected():
     class Bare(torch.nn.Module):
         supports_gradient_checkpointing = False
 
@@ -82,7 +83,7 @@ def test_a_model_without_blocks_is_refused():
         enable_checkpointing(Bare())
 
 
-def test_albert_trains_with_it_as_without(recipe, bert_folder, tmp_path):  # noqa: F811
+def test_albert_trains_the_same_with_gradient_checkpointing(recipe, bert_folder, tmp_path):  # noqa: F811
     (tmp_path / "text.txt").write_text("\n".join(CORPUS * 4))
     config = {"model_type": "albert", "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64,
               "num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": 64,

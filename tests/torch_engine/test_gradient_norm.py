@@ -1,4 +1,4 @@
-"""The norm of gradients."""
+"""Gradient norm."""
 
 import torch
 
