@@ -123,9 +123,9 @@ def test_every_way_to_initialise_a_parameter_uses_its_stream(odd_model):
 
 def test_values_read_during_construction_come_from_numbered_streams(odd_model):
     """Parameters have no names while a model is built."""
-    model = odd_model
-    assert not model.parts[0, [0, 2, 3]].any() and (model.parts[:, 1] >= 0).all() and model.parts[2:4].std() > 0.2
-    assert torch.equal(model.copied, model.read + 1) and model.read.std() > 0.5
+    assert not odd_model.parts[0, [0, 2, 3]].any()
+    assert (odd_model.parts[:, 1] >= 0).all() and odd_model.parts[2:4].std() > 0.2
+    assert torch.equal(odd_model.copied, odd_model.read + 1) and odd_model.read.std() > 0.5
 
 
 def test_parts_of_a_parameter_have_the_values_of_the_whole():

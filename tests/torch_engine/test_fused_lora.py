@@ -183,10 +183,11 @@ def test_decoding_and_other_layers_use_the_forward_of_peft(fused_calls):
     (make_model, ""),
     (lambda: make_model("nf4"), ""),
     (lambda: make_model("int8"), ""),
-    (lambda: make_model(use_dora=True), "LoRA: 2 of 2 adapted layers (up, down) are not fused with their adapters and run "
-                                     "slower: DoRA scales the sum of both outputs.\n"),
-    (lambda: make_model(bias="all"), "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run "
-                                  "slower: their biases train.\n"),
+    (lambda: make_model(use_dora=True),
+     "LoRA: 2 of 2 adapted layers (up, down) are not fused with their adapters and run slower: DoRA scales the sum of "
+     "both outputs.\n"),
+    (lambda: make_model(bias="all"),
+     "LoRA: 1 of 2 adapted layers (down) are not fused with their adapters and run slower: their biases train.\n"),
     (lambda: get_peft_model(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9)), LoraConfig(
         target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)),
      "LoRA: 2 of 3 adapted layers (c_attn) are not fused with their adapters and run slower: they are Conv1D, "
