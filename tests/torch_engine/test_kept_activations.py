@@ -1,4 +1,4 @@
-"""What the start of a run counts for a block's activations, against the tensors that autograd saves."""
+"""The estimate of a block's activation memory equals what autograd saves."""
 
 from contextlib import nullcontext
 
@@ -19,8 +19,8 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 172, "num_att
 GPT2 = {"n_inner": 172, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
-def saved(config: dict, num_layers: int, precision: str, dropout: float | None) -> float:
-    """Bytes that a forward pass saves for each token, parameters aside."""
+def measure_saved_bytes(config: dict, num_layers: int, precision: str, dropout: float | None) -> float:
+    """Return the bytes that a forward pass saves per token, without parameters."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, num_hidden_layers=num_layers))
     if precision == "bf16-true":
         model.to(torch.bfloat16)
@@ -29,21 +29,21 @@ def saved(config: dict, num_layers: int, precision: str, dropout: float | None) 
         model = get_peft_model(model, LoraConfig(r=2, lora_dropout=dropout, target_modules="all-linear"),
                                autocast_adapter_dtype=False)
         fuse_adapters(model)
-    ids, seen = torch.arange(LENGTH)[None] % 64, {}
+    ids, tensors = torch.arange(LENGTH)[None] % 64, {}
     TokenDropout(model).begin({"token_seeds": ids})
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def save(x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage().data_ptr() not in weights:
-            seen[x.untyped_storage().data_ptr()] = x  # kept, so that no other tensor takes its place
+            tensors[x.untyped_storage().data_ptr()] = x  # a reference, so that its storage is not reused
         return x
 
     mixed = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
-    with mixed, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with mixed, torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         model(input_ids=ids, use_cache=False)
     copies = sum(param.numel() for param in model.parameters() if param.requires_grad and param.ndim > 1)
-    found = sum(x.untyped_storage().nbytes() for x in seen.values())
-    return (found - (2 * copies if precision == "bf16-mixed" else 0)) / LENGTH  # which autocast casts once
+    size = sum(x.untyped_storage().nbytes() for x in tensors.values())
+    return (size - (2 * copies if precision == "bf16-mixed" else 0)) / LENGTH  # casts of parameters, cached by autocast
 
 
 @pytest.mark.parametrize(("family", "precision", "dropout"), [
@@ -52,10 +52,10 @@ def saved(config: dict, num_layers: int, precision: str, dropout: float | None) 
     ({"model_type": "llama"}, "bf16-mixed", None), ({"model_type": "llama"}, "bf16-mixed", 0.1),
     ({"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32}, "bf16-true", None),
     ({"model_type": "gpt2", **GPT2}, "bf16-true", None)], ids=str)
-def test_a_block_keeps_what_the_estimate_counts(family, precision, dropout):
-    """All but a number for each head or row of a norm, and the inner features of adapters."""
+def test_the_estimate_of_block_activations_equals_what_autograd_saves(family, precision, dropout):
+    """Except one value per head or normalised row, and the inner features of adapters."""
     config = SIZES | family
-    measured = saved(config, 2, precision, dropout) - saved(config, 1, precision, dropout)
+    measured = measure_saved_bytes(config, 2, precision, dropout) - measure_saved_bytes(config, 1, precision, dropout)
     shape = planned_shape(AutoConfig.for_model(**config, num_hidden_layers=1), "AutoModelForCausalLM")
     assert shape.widths == widths_of(AutoConfig.for_model(**config, num_hidden_layers=1),
                                      family["model_type"] == "qwen3")

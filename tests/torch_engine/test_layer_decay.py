@@ -1,4 +1,4 @@
-"""Rates that fall from layer to layer, against groups of one parameter each by the rule of BEiT."""
+"""Layer-wise learning rate decay equals one parameter group per parameter by the rule of BEiT."""
 
 import copy
 
@@ -14,45 +14,47 @@ CONFIG = BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hid
 IDS = torch.arange(12).view(2, 6)
 
 
-def scale(name: str, decay: float, layers: int) -> float:
-    """By BEiT's `get_num_layer_for_vit`: d^(n + 1 - number), numbers of blocks from 1."""
+def compute_scale(name: str, decay: float, layers: int) -> float:
+    """Return the scale of BEiT's `get_num_layer_for_vit`: d^(n + 1 - index), with block indices from 1."""
     if name.startswith("bert.embeddings."):
-        number = 0
+        index = 0
     elif name.startswith("bert.encoder.layer."):
-        number = int(name.split(".")[3]) + 1
+        index = int(name.split(".")[3]) + 1
     else:
-        number = layers + 1
-    return decay ** (layers + 1 - number)
+        index = layers + 1
+    return decay ** (layers + 1 - index)
 
 
 @pytest.mark.parametrize(("rule", "trained"), [("adamw", ""), ("adamw", "layer.0"), ("sgd", "")], ids=str)
-def test_steps_are_those_of_a_group_for_each_parameter(rule, trained):
-    """Frozen layers count."""
+def test_layer_decay_equals_one_parameter_group_per_parameter(rule, trained):
+    """Frozen layers count as layers."""
     torch.manual_seed(0)
     model = BertForSequenceClassification(CONFIG)
     model.eval()
     for name, param in model.named_parameters():
         param.requires_grad_(trained in name)
-    other = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     settings = Optimizer(name=rule, lr=1e-2, weight_decay=0.1, layer_decay=0.7, schedule="cosine", warmup=2)
-    ours = build_optimizer(model.named_parameters(), settings)
-    groups = [{"params": [param], "lr": 1e-2 * scale(name, 0.7, 3), "weight_decay": 0.1 if param.ndim > 1 else 0.0}
-              for name, param in other.named_parameters() if param.requires_grad]
-    theirs = torch.optim.AdamW(groups, fused=True) if rule == "adamw" else torch.optim.SGD(groups)
-    schedules = [build_schedule(optimizer, settings, 5) for optimizer in (ours, theirs)]
+    layer_optimizer = build_optimizer(model.named_parameters(), settings)
+    groups = [{"params": [param], "lr": 1e-2 * compute_scale(name, 0.7, 3),
+               "weight_decay": 0.1 if param.ndim > 1 else 0.0}
+              for name, param in reference.named_parameters() if param.requires_grad]
+    reference_optimizer = torch.optim.AdamW(groups, fused=True) if rule == "adamw" else torch.optim.SGD(groups)
+    schedules = [build_schedule(optimizer, settings, 5) for optimizer in (layer_optimizer, reference_optimizer)]
     for step in range(5):
-        assert recipe_lr(ours, settings) == pytest.approx(settings.lr_at(step, 5), rel=1e-12)
-        for each, optimizer, schedule in ((model, ours, schedules[0]), (other, theirs, schedules[1])):
-            each(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
+        assert recipe_lr(layer_optimizer, settings) == pytest.approx(settings.lr_at(step, 5), rel=1e-12)
+        for network, optimizer, schedule in ((model, layer_optimizer, schedules[0]),
+                                             (reference, reference_optimizer, schedules[1])):
+            network(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    named, start = dict(other.named_parameters()), BertForSequenceClassification(CONFIG).state_dict()
+    named, start = dict(reference.named_parameters()), BertForSequenceClassification(CONFIG).state_dict()
     assert all(torch.equal(param, named[name]) for name, param in model.named_parameters())
     assert any(not torch.equal(param, start[name]) for name, param in model.named_parameters())
 
 
 @pytest.mark.parametrize("value", [0.0, 1.1, float("nan")])
-def test_values_out_of_range(value):
+def test_a_layer_decay_out_of_range_is_rejected(value):
     with pytest.raises(UserError, match="optimizer.layer_decay is .*, but must be more than 0 and at most 1"):
         Optimizer(layer_decay=value)

@@ -1,4 +1,4 @@
-"""Rates of the matrices of adapters, against PEFT's optimiser of LoRA+."""
+"""LoRA+ equals PEFT's optimiser."""
 
 import copy
 
@@ -18,26 +18,26 @@ IDS = torch.arange(12).view(2, 6)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_steps_are_those_of_peft(decay):
+def test_steps_equal_peft(decay):
     torch.manual_seed(0)
     model = peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(
         r=4, target_modules="all-linear", modules_to_save=["lm_head"]))
-    other = copy.deepcopy(model)
-    ours = build_optimizer(model.named_parameters(), Optimizer(lr=1e-2, b_lr_ratio=16.0, weight_decay=decay))
-    theirs = create_loraplus_optimizer(other, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16.0,
-                                       loraplus_weight_decay=decay, fused=True)
+    reference = copy.deepcopy(model)
+    loraplus = build_optimizer(model.named_parameters(), Optimizer(lr=1e-2, b_lr_ratio=16.0, weight_decay=decay))
+    reference_optimizer = create_loraplus_optimizer(reference, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16.0,
+                                                    loraplus_weight_decay=decay, fused=True)
     for _ in range(4):
-        for each, optimizer in ((model, ours), (other, theirs)):
-            each(input_ids=IDS, labels=IDS).loss.backward()
+        for network, optimizer in ((model, loraplus), (reference, reference_optimizer)):
+            network(input_ids=IDS, labels=IDS).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    named = dict(other.named_parameters())
+    named = dict(reference.named_parameters())
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert len(trained) == 29 and all(torch.equal(param, named[name]) for name, param in model.named_parameters())
-    assert {group["lr"] for group in ours.param_groups} == {1e-2, 0.16}
+    assert {group["lr"] for group in loraplus.param_groups} == {1e-2, 0.16}
 
 
-def test_a_rate_of_b_needs_an_adapter():
+def test_b_lr_ratio_requires_an_adapter():
     optimizer = Optimizer(b_lr_ratio=4.0)
     with pytest.raises(UserError, match="model.optimizer.b_lr_ratio is 4.0, but must be 1 without model.lora"):
         TaskFields(pretrained="x", optimizer=optimizer)
