@@ -198,7 +198,7 @@ def test_a_teacher_with_another_vocabulary_is_rejected(tokenizer_folder, llama_f
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     check_teacher(Teacher(pretrained=str(llama_folder)), tokenizer)
     tokenizer.add_tokens(["<new>"])
-    with pytest.raises(UserError, match=r"model\.teacher\.pretrained .* 1 tokens differ, such as '<new>'"):
+    with pytest.raises(UserError, match=r"model\.teacher\.pretrained .* in 1 tokens, such as '<new>'"):
         check_teacher(Teacher(pretrained=str(llama_folder)), tokenizer)
     with pytest.raises(UserError, match=r"differs from data\.tokenizer"):
         check_teacher(Teacher(pretrained="demo/bert"), tokenizer)

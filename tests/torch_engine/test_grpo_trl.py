@@ -132,7 +132,7 @@ def run_trl_steps(folder: Path, answers: Answers, rewards: list[list[float | Non
         model.load_state_dict(state)
         model.zero_grad()
         steps.losses.append(trainer.training_step(model, rows, None).item())
-        steps.gradients.append({trl_name: param.grad.clone() for trl_name, param in model.named_parameters()})
+        steps.gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
         steps.metrics.append({metric: trainer._metrics["train"][trl_name][-1] for trl_name, metric in METRICS.items()
                               if trl_name in trainer._metrics["train"]})
     return steps, np.array(trainer._logs["advantages"]).reshape(len(rewards), -1)

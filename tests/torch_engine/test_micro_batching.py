@@ -1,4 +1,4 @@
-"""Micro-batches in pieces: nothing is lost or longer than it must be, and sums are those of all processes."""
+"""Splitting micro-batches into chunks loses nothing and trims padding; sums are over all processes."""
 
 import subprocess
 import sys
@@ -9,38 +9,38 @@ from lmmods.torch_engine.nn.micro_batches import split_rows
 
 
 def batch(lengths: list[int], width: int, left: bool = False) -> dict[str, torch.Tensor]:
-    place = torch.arange(width)
-    mask = place >= width - torch.tensor(lengths)[:, None] if left else place < torch.tensor(lengths)[:, None]
+    position = torch.arange(width)
+    mask = position >= width - torch.tensor(lengths)[:, None] if left else position < torch.tensor(lengths)[:, None]
     ids = torch.arange(len(lengths) * width).reshape(len(lengths), width)
     return {"input_ids": ids * mask, "attention_mask": mask.long(), "index": torch.arange(len(lengths))}
 
 
-def test_pieces_hold_every_real_token_once_in_its_row():
+def test_chunks_contain_every_real_token_once_in_its_row():
     whole = batch([3, 30, 17, 9, 24, 1], 32)
-    found = {}
-    for piece in split_rows(whole, 48):
-        for row, index in enumerate(piece["index"].tolist()):
-            assert index not in found
-            found[index] = piece["input_ids"][row, piece["attention_mask"][row] > 0].tolist()
+    tokens = {}
+    for chunk in split_rows(whole, 48):
+        for row, index in enumerate(chunk["index"].tolist()):
+            assert index not in tokens
+            tokens[index] = chunk["input_ids"][row, chunk["attention_mask"][row] > 0].tolist()
     expected = {row: whole["input_ids"][row, : int(whole["attention_mask"][row].sum())].tolist() for row in range(6)}
-    assert found == expected
+    assert tokens == expected
 
 
-def test_a_piece_has_rows_of_similar_length_and_at_most_so_many_tokens():
-    pieces = split_rows(batch([3, 30, 17, 9, 24, 1], 32), 48)
-    assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(1, 32), (2, 24), (3, 16)]
-    assert [piece["index"].tolist() for piece in pieces] == [[1], [2, 4], [3, 0, 5]]
+def test_chunks_have_similar_lengths_and_a_maximum_number_of_tokens():
+    chunks = split_rows(batch([3, 30, 17, 9, 24, 1], 32), 48)
+    assert [tuple(chunk["input_ids"].shape) for chunk in chunks] == [(1, 32), (2, 24), (3, 16)]
+    assert [chunk["index"].tolist() for chunk in chunks] == [[1], [2, 4], [3, 0, 5]]
 
 
-def test_a_longer_row_is_a_piece_of_its_own_and_a_small_batch_stays_whole():
-    assert [len(piece["index"]) for piece in split_rows(batch([32, 32], 32), 16)] == [1, 1]
+def test_a_longer_row_is_its_own_chunk_and_a_small_batch_stays_whole():
+    assert [len(chunk["index"]) for chunk in split_rows(batch([32, 32], 32), 16)] == [1, 1]
     whole = batch([8, 8], 8)
     assert split_rows(whole, 100) == [whole]
 
 
-def test_positions_behind_padding_on_the_left_stay():
-    pieces = split_rows(batch([8, 20], 32, left=True), 1000)
-    assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(2, 32)]
+def test_padding_on_the_left_is_not_trimmed():
+    chunks = split_rows(batch([8, 20], 32, left=True), 1000)
+    assert [tuple(chunk["input_ids"].shape) for chunk in chunks] == [(2, 32)]
 
 
 SUM = """
@@ -58,7 +58,7 @@ print([sum_over_processes(torch.tensor([1.0 + rank, 10.0]), strategy).tolist()
 """
 
 
-def test_sums_are_those_of_all_processes_under_a_strategy_of_several(tmp_path):
+def test_sums_are_over_all_processes_of_a_distributed_strategy(tmp_path):
     processes = [subprocess.Popen([sys.executable, "-c", SUM, str(rank), str(tmp_path / "store")],
                                   stdout=subprocess.PIPE, text=True) for rank in range(2)]
     sums = [process.communicate(timeout=120)[0].strip() for process in processes]

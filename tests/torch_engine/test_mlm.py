@@ -1,4 +1,4 @@
-"""Predict fills the gaps of a text as transformers' fill-mask pipeline does; adapters train."""
+"""Predict fills masks like transformers' fill-mask pipeline; adapters train."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ TEXTS = ["the quick [MASK] fox jumps over", "[MASK] and [MASK]", "the sum is 42"
 
 @pytest.fixture
 def mlm(recipe, bert_folder, tmp_path):  # noqa: F811
-    """Arguments of a tiny MLM run with four texts to fill."""
+    """Return a function that writes a tiny MLM recipe with four texts to fill."""
     (tmp_path / "text.txt").write_text("\n".join(line.replace("\n", " ") for line in CORPUS * 4))
     (tmp_path / "gaps.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
@@ -33,7 +33,7 @@ def mlm(recipe, bert_folder, tmp_path):  # noqa: F811
     return write
 
 
-def test_gaps_are_filled_as_the_pipeline_fills_them(mlm, tmp_path):
+def test_masks_are_filled_like_the_fill_mask_pipeline(mlm, tmp_path):
     run = tmp_path / "run"
     assert main(["fit", *mlm()]) == 0
     assert main(["predict", "--config", str(run / "config.yaml"), "--ckpt_path", "last"]) == 0
@@ -51,12 +51,13 @@ def test_gaps_are_filled_as_the_pipeline_fills_them(mlm, tmp_path):
         if len(row["fills"]) == 1:
             assert row["prediction"] == expected[0]["sequence"]
             expected = [expected]
-        for candidates, wanted in zip(row["fills"], expected, strict=True):
-            assert [c["token"] for c in candidates] == [w["token_str"] for w in wanted]
-            assert [c["probability"] for c in candidates] == pytest.approx([w["score"] for w in wanted], rel=1e-4)
+        for candidates, pipeline_candidates in zip(row["fills"], expected, strict=True):
+            assert [c["token"] for c in candidates] == [c["token_str"] for c in pipeline_candidates]
+            assert [c["probability"] for c in candidates] == pytest.approx(
+                [c["score"] for c in pipeline_candidates], rel=1e-4)
 
 
-def test_texts_without_a_gap_are_reported(mlm, tmp_path, capsys):
+def test_predicting_texts_without_a_mask_is_an_error(mlm, tmp_path, capsys):
     (tmp_path / "gaps.jsonl").write_text('{"text": "no gap at all"}\n')
     assert main(["fit", *mlm(trainer__max_steps=2)]) == 0
     assert main(["predict", "--config", str(tmp_path / "run" / "config.yaml"), "--ckpt_path", "last"]) == 2
@@ -67,8 +68,8 @@ def test_texts_without_a_gap_are_reported(mlm, tmp_path, capsys):
 def test_an_adapter_learns_and_loads(mlm, tmp_path):
     from peft import PeftModel
 
-    # Not a tokenizer trained here: WordPieceTrainer makes another vocabulary in each process, and how well this learns
-    # varies with it by as much as an adapter gains.
+    # Not a tokenizer trained here: WordPieceTrainer's vocabulary differs from process to process, which changes the
+    # loss by as much as an adapter gains.
     tokenizer = {"data__init_args__tokenizer": str(Path(__file__).parents[2] / "demo" / "bert")}
     assert main(["fit", *mlm(**tokenizer, trainer__default_root_dir=str(tmp_path / "base"))]) == 0
     base = tmp_path / "base" / "model"

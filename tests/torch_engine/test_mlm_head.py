@@ -1,4 +1,4 @@
-"""Masked-position loss and gradients against transformers' own loss over full logits, architecture by architecture."""
+"""Loss and gradients of masked positions equal transformers' loss over full logits, for many architectures."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 2)  # two positions a chunk
+def test_loss_and_gradients_equal_full_logits(name, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 61 * 4 * 2)  # two positions per chunk
     monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     torch.manual_seed(0)
     model = AutoModelForMaskedLM.from_config(CONFIG_MAPPING[name](**ARCHITECTURES[name], pad_token_id=1)).train()
@@ -31,7 +31,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name, monkeypatch):
     mask[1, 8:], ids[1, 8:] = 0, 1
     labels = torch.full_like(ids, -100)
     labels[0, [1, 5, 7]], labels[1, [0, 2]] = ids[0, [1, 5, 7]], ids[1, [0, 2]]
-    labels[0, 1] = 0  # token 0 is a token like any other
+    labels[0, 1] = 0  # token 0 is a valid target
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def whole(model):

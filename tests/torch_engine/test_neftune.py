@@ -1,4 +1,4 @@
-"""NEFTune's noise on torch, against transformers' hook given the same uniform numbers."""
+"""NEFTune noise on torch equals transformers' hook with the same uniform numbers."""
 
 import copy
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ NETWORKS = {"llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
 ALPHA = 5.0
 
 
-def batch_of(lengths, seed=0):
+def make_batch(lengths, seed=0):
     longest = max(lengths)
     mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     seeds = token_seeds(seed, 0, np.arange(len(lengths))[:, None], np.arange(longest))
@@ -30,18 +30,18 @@ def batch_of(lengths, seed=0):
     return {"input_ids": ids, "attention_mask": mask, "token_seeds": torch.from_numpy(seeds).long() * mask}
 
 
-def embedded(model, batch):
-    """What the table hands on in training."""
-    found = []
+def embed(model, batch):
+    """Return the output of the embedding in training."""
+    outputs = []
     table = model.get_input_embeddings()
-    handle = table.register_forward_hook(lambda module, args, x: found.append(x.detach()))
+    handle = table.register_forward_hook(lambda module, args, x: outputs.append(x.detach()))
     TokenDropout.from_model(model).begin(batch)
     model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     handle.remove()
-    return found[0]
+    return outputs[0]
 
 
-def made(name):
+def make_model(name):
     cls, config = NETWORKS[name]
     torch.manual_seed(0)
     model = cls(config).train()
@@ -50,17 +50,17 @@ def made(name):
 
 
 @pytest.mark.parametrize("num", [1, 5, 64])
-def test_bits_are_the_references(num):
+def test_noise_has_the_bits_of_the_reference(num):
     seeds = token_seeds(3, 1, np.arange(7), np.arange(7)).astype(np.int32)
-    found = feature_noise(torch.from_numpy(seeds), site_seed("a"), num)
-    assert np.array_equal(found.numpy(), reference.feature_noise(seeds, site_seed("a"), num))
+    noise = feature_noise(torch.from_numpy(seeds), site_seed("a"), num)
+    assert np.array_equal(noise.numpy(), reference.feature_noise(seeds, site_seed("a"), num))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_noise_is_that_of_transformers(name, monkeypatch):
-    """A row without padding, whose length is that of its batch."""
-    model, batch = made(name), batch_of([9])
-    found = embedded(model, batch)
+def test_noise_equals_transformers(name, monkeypatch):
+    """For a row without padding, as transformers scales by the length of the batch."""
+    model, batch = make_model(name), make_batch([9])
+    noisy = embed(model, batch)
     uniform = reference.feature_noise(batch["token_seeds"].int().numpy(), site_seed(NOISE_SITE), 16)
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, low, high: self.copy_(
         low + (high - low) * (torch.from_numpy(uniform) + 1) / 2))
@@ -68,29 +68,29 @@ def test_noise_is_that_of_transformers(name, monkeypatch):
     table._forward_hooks.clear()
     clean = table(batch["input_ids"])
     table.neftune_noise_alpha = ALPHA
-    theirs = neftune_post_forward_hook(SimpleNamespace(training=True, neftune_noise_alpha=ALPHA), None, clean)
-    torch.testing.assert_close(found, theirs, rtol=0, atol=2e-6 * clean.abs().max().item())
-    assert 0.9 * ALPHA / 12 < (found - clean).abs().max() <= ALPHA / 12
+    expected = neftune_post_forward_hook(SimpleNamespace(training=True, neftune_noise_alpha=ALPHA), None, clean)
+    torch.testing.assert_close(noisy, expected, rtol=0, atol=2e-6 * clean.abs().max().item())
+    assert 0.9 * ALPHA / 12 < (noisy - clean).abs().max() <= ALPHA / 12
 
 
-def test_a_row_has_its_noise_in_any_batch_and_none_outside_of_training():
-    model, batch = made("llama"), batch_of([9, 4, 6])
-    whole = embedded(model, batch)
+def test_a_rows_noise_is_independent_of_its_batch_and_only_in_training():
+    model, batch = make_model("llama"), make_batch([9, 4, 6])
+    whole = embed(model, batch)
     for row, length in enumerate([9, 4, 6]):
         alone = {name: column[row:row + 1, :length] for name, column in batch.items()}
-        assert torch.equal(embedded(model, alone)[0], whole[row, :length])
+        assert torch.equal(embed(model, alone)[0], whole[row, :length])
     model.eval()
-    clean = embedded(model, batch)
+    clean = embed(model, batch)
     noise = whole - clean
-    for row, length in enumerate([9, 4, 6]):  # by the row's own length, and none in padding
+    for row, length in enumerate([9, 4, 6]):  # scaled by the row's length, and none in padding
         assert 0.9 < noise[row].abs().max() / (ALPHA / (length * 16) ** 0.5) <= 1 + 1e-5
         assert not noise[row, length:].any()
     model.train()
     with TokenDropout.from_model(model).off():
-        assert torch.equal(embedded(model, batch), clean)
+        assert torch.equal(embed(model, batch), clean)
 
 
-def test_a_document_of_a_packed_row_has_a_length_of_its_own():
+def test_each_packed_document_has_its_own_length():
     segments = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 3]])
     batch = {"segment_ids": segments, "attention_mask": (segments > 0).long()}
     assert document_lengths(batch).tolist() == [[3, 3, 3, 2, 2, 0], [1, 4, 4, 4, 4, 1]]
@@ -98,8 +98,8 @@ def test_a_document_of_a_packed_row_has_a_length_of_its_own():
     assert document_lengths(answers).tolist() == [[[2, 2, 0], [0, 2, 2]]]
 
 
-def test_what_is_refused():
+def test_invalid_alpha_and_batches_without_seeds_are_rejected():
     with pytest.raises(UserError, match="model.neftune_alpha is -1, but must be null or more than 0"):
         TaskFields(pretrained="x", neftune_alpha=-1)
     with pytest.raises(UserError, match="model.neftune_alpha: the batches have no token_seeds"):
-        TokenDropout.from_model(made("llama")).begin({"attention_mask": torch.ones(1, 3)})
+        TokenDropout.from_model(make_model("llama")).begin({"attention_mask": torch.ones(1, 3)})

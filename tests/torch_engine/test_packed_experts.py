@@ -1,4 +1,4 @@
-"""Experts in 4 bits on torch beside plain networks whose matrices went through bitsandbytes once."""
+"""4-bit experts on torch equal plain networks with dequantised matrices."""
 
 import copy
 import weakref
@@ -25,37 +25,37 @@ ON_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 IDS = torch.tensor([[5, 9, 11, 4, 30, 7], [8, 3, 3, 21, 12, 6]])
 
 
-def round_trip(weights, kind, double):
-    return F.dequantize_4bit(*F.quantize_4bit(weights, quant_type=kind, compress_statistics=double))
+def round_trip(weights, quant_type, double):
+    return F.dequantize_4bit(*F.quantize_4bit(weights, quant_type=quant_type, compress_statistics=double))
 
 
 @pytest.fixture(scope="module", params=[("mixtral", "nf4", True), ("gpt_oss", "fp4", False)], ids=lambda p: p[0])
 def pair(request, tmp_path_factory):
-    """A model in 4 bits, the plain one of the same numbers, and the folder."""
-    name, kind, double = request.param
+    """A 4-bit model, the plain model with its dequantised weights, and the folder."""
+    name, quant_type, double = request.param
     folder = tmp_path_factory.mktemp(name)
     torch.manual_seed(0)
     plain = CLASSES[name](transformers.CONFIG_MAPPING[name](**SIZES)).eval()
     plain.save_pretrained(folder)
-    packed = load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize=kind, double_quant=double,
+    packed = load_pretrained(transformers.AutoModelForCausalLM, str(folder), quantize=quant_type, double_quant=double,
                              frozen=True)
     for key, weights in plain.named_parameters():
         if weights.ndim == 3 or "proj.weight" in key:
-            weights.data = round_trip(weights.data, kind, double)
+            weights.data = round_trip(weights.data, quant_type, double)
     return packed, plain, folder
 
 
-def test_logits_are_those_of_the_round_trip_and_a_merge_gets_its_numbers(pair):
+def test_logits_and_merged_weights_equal_the_dequantised_model(pair):
     packed, plain, _ = pair
     with torch.no_grad():
-        wanted = plain(IDS).logits
-        assert torch.allclose(packed(IDS).logits, wanted, atol=1e-6)
+        expected = plain(IDS).logits
+        assert torch.allclose(packed(IDS).logits, expected, atol=1e-6)
         unpacked = copy.deepcopy(plain)
         for weights in unpacked.parameters():
             if weights.ndim == 3:
                 weights.data.zero_()
         copy_dequantized(packed, unpacked)
-        assert torch.equal(unpacked(IDS).logits, wanted)
+        assert torch.equal(unpacked(IDS).logits, expected)
     assert summarize(packed).num_params == summarize(plain).num_params
     assert len(experts.packed_parameter_names(packed)) == 4
 
@@ -63,17 +63,17 @@ def test_logits_are_those_of_the_round_trip_and_a_merge_gets_its_numbers(pair):
 @pytest.mark.parametrize(("parameters", "checkpointing"), [
     (None, False), (ON_EXPERTS, False), pytest.param(ON_EXPERTS, True, marks=pytest.mark.slow),
     pytest.param(None, True, marks=pytest.mark.slow)])
-def test_adapters_train_as_on_the_round_trip_and_no_matrix_is_kept(pair, parameters, checkpointing, monkeypatch,
-                                                                   tmp_path):
-    made, read = [], experts._Matrices.forward
+def test_adapters_train_as_on_the_dequantised_model_without_keeping_matrices(
+        pair, parameters, checkpointing, monkeypatch, tmp_path):
+    references, original_forward = [], experts._Matrices.forward
 
     def forward(self, codes):
-        matrices = read(self, codes)
-        made.append(weakref.ref(matrices))
+        matrices = original_forward(self, codes)
+        references.append(weakref.ref(matrices))
         return matrices
 
     monkeypatch.setattr(experts._Matrices, "forward", forward)
-    found = []
+    gradients = []
     for model in pair[:2]:
         model = add_lora(copy.deepcopy(model), LoRA(rank=2, target_parameters=parameters), [], torch.float32)
         torch.manual_seed(1)
@@ -84,20 +84,20 @@ def test_adapters_train_as_on_the_round_trip_and_no_matrix_is_kept(pair, paramet
         if checkpointing:
             enable_checkpointing(model)
         logits = model.train()(IDS).logits
-        assert not any(matrices() is not None for matrices in made)
+        assert not any(matrices() is not None for matrices in references)
         logits.logsumexp(-1).sum().backward()
-        assert not any(matrices() is not None for matrices in made)
-        found.append({name: weights.grad for name, weights in model.named_parameters() if weights.requires_grad})
-        model.save_pretrained(tmp_path / str(len(found)))
-    assert made and found[0].keys() == found[1].keys()
-    for name, gradient in found[1].items():
-        assert torch.allclose(found[0][name], gradient, atol=1e-5 * gradient.abs().max()), name
-    with torch.no_grad():  # either's adapter on the other's base
-        other = continue_adapter(copy.deepcopy(pair[0]), str(tmp_path / "2"), torch.float32)
-        assert torch.allclose(other(IDS).logits, logits, atol=1e-5)
+        assert not any(matrices() is not None for matrices in references)
+        gradients.append({name: weights.grad for name, weights in model.named_parameters() if weights.requires_grad})
+        model.save_pretrained(tmp_path / str(len(gradients)))
+    assert references and gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        assert torch.allclose(gradients[0][name], gradient, atol=1e-5 * gradient.abs().max()), name
+    with torch.no_grad():  # the plain model's adapter on the 4-bit base
+        continued = continue_adapter(copy.deepcopy(pair[0]), str(tmp_path / "2"), torch.float32)
+        assert torch.allclose(continued(IDS).logits, logits, atol=1e-5)
 
 
-def test_experts_in_4_bits_neither_train_themselves_nor_are_compiled(pair):
+def test_training_or_compiling_4_bit_experts_is_rejected(pair):
     with pytest.raises(UserError, match=r"layers.0.mlp.experts is stored in 4 bits.*lora.target_parameters"):
         add_lora(pair[0], LoRA(modules_to_save=["experts"]), [], torch.float32)
     with pytest.raises(UserError, match="model.compile: 4-bit experts"):

@@ -1,4 +1,4 @@
-"""Preference optimisation on torch: gradients against plain autograd and TRL, any cut, references, whole runs."""
+"""Preference optimisation on torch: gradients equal autograd and TRL, any batch split, references, whole runs."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ from lmmods.torch_engine.tasks.preference import Preference
 from tests.closeness import Float64, assert_as_close, in_both
 from tests.finished_runs import assert_same_run, rows
 
-ALONE = SimpleNamespace(  # what a step asks of a trainer
+ALONE = SimpleNamespace(  # what a step needs of a trainer
     precision_plugin=SimpleNamespace(forward_context=nullcontext),
     strategy=SimpleNamespace(batch_to_device=lambda batch: batch, reduce=lambda sums, reduce_op: sums))
 
 
-def settings_of(loss: str) -> dict:
+def make_settings(loss: str) -> dict:
     smoothed = {"label_smoothing": 0.1} if METHODS[loss].smooths else {}
     weights = {"sft_weight": 0.3} if METHODS[loss].is_paired else {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     return {"loss": loss, **smoothed, **weights}
@@ -39,15 +39,15 @@ def settings_of(loss: str) -> dict:
 
 @pytest.fixture
 def plain_llama(llama_folder, tmp_path):
-    """The tiny Llama without dropout."""
+    """Folder of the tiny Llama without dropout."""
     folder = Path(shutil.copytree(llama_folder, tmp_path / "plain"))
     config = (folder / "config.json").read_text().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
     (folder / "config.json").write_text(config)
     return folder
 
 
-def task_of(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preference, dict[str, torch.Tensor]]:
-    """A task that stands without a trainer, moved away from its reference, and all rows as one batch."""
+def make_task(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preference, dict[str, torch.Tensor]]:
+    """Return a task without a trainer, with weights that differ from its reference, and all rows as one batch."""
     task = Preference(pretrained=str(folder), **fields)
     data = PreferenceData(source=data_path, max_length=200, batch_size=16, shuffle=False, template="alpaca")
     data.connect(pretrained=str(folder), seed=7, answers=answers or task.answers)
@@ -66,8 +66,8 @@ def task_of(folder, data_path, answers=None, seed=3, **fields) -> tuple[Preferen
     return task, next(iter(data.train_batches()))
 
 
-def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss over all batches, and its gradient."""
+def compute_gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the mean loss over all batches, and its gradient."""
     task.zero_grad()
     task._baseline = task._compute_baseline(batches) if task._has_baseline else None
     dropout, totals = TokenDropout.from_model(task.model), torch.zeros(2)
@@ -80,18 +80,18 @@ def gradients(task, batches) -> tuple[float, dict[str, torch.Tensor]]:
                                             if param.grad is not None}
 
 
-def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == wanted.keys()
+def relative_error(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert result.keys() == expected.keys()
     difference, norm = (sum(part.double().square().sum() for part in parts)
-                        for parts in (((found[name] - wanted[name]) for name in wanted), wanted.values()))
+                        for parts in (((result[name] - expected[name]) for name in expected), expected.values()))
     return (difference / norm).sqrt().item()
 
 
 # Log-probabilities -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["matrix", "any", "plain"])
-def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
+@pytest.mark.parametrize("head", ["matrix", "any", "plain"])
+def test_chunked_log_probabilities_and_gradients_equal_full_logits(head, monkeypatch):
     torch.manual_seed(0)
     hidden, layer = torch.randn(23, 16, requires_grad=True), torch.nn.Linear(16, 40, bias=False)
     targets, coefficients = torch.randint(40, (23,)), torch.randn(23)
@@ -99,26 +99,26 @@ def test_chunked_log_probabilities_and_their_gradients(kind, monkeypatch):
     monkeypatch.setattr("lmmods.torch_engine.nn.loss.MIN_CHUNK", 1)
 
     class Head:
-        linear = layer if kind == "matrix" else None
+        linear = layer if head == "matrix" else None
 
         def __call__(self, x):
-            return 3 * torch.tanh(layer(x) / 3) if kind != "matrix" else layer(x)
+            return 3 * torch.tanh(layer(x) / 3) if head != "matrix" else layer(x)
 
     def whole(layer):
         x = hidden.detach().to(layer.weight.dtype).requires_grad_()
-        logits = layer(x) if kind == "matrix" else 3 * torch.tanh(layer(x) / 3)
-        logps = F.log_softmax(logits, -1)[torch.arange(23), targets]
-        return logps, torch.autograd.grad((logps * coefficients).sum(), [x, layer.weight])
+        logits = layer(x) if head == "matrix" else 3 * torch.tanh(layer(x) / 3)
+        exact_logps = F.log_softmax(logits, -1)[torch.arange(23), targets]
+        return exact_logps, torch.autograd.grad((exact_logps * coefficients).sum(), [x, layer.weight])
 
-    (wanted, wanted_grads), (exact, exact_grads) = in_both(whole, layer)
-    found = token_log_probs(hidden, targets, Head(), [layer.weight], 40, kind == "plain")
-    assert_as_close(found, wanted, exact)
-    assert_as_close(torch.autograd.grad((found * coefficients).sum(), [hidden, layer.weight]), wanted_grads,
+    (expected, expected_grads), (exact, exact_grads) = in_both(whole, layer)
+    logps = token_log_probs(hidden, targets, Head(), [layer.weight], 40, head == "plain")
+    assert_as_close(logps, expected, exact)
+    assert_as_close(torch.autograd.grad((logps * coefficients).sum(), [hidden, layer.weight]), expected_grads,
                     exact_grads)
 
 
-def test_rows_get_the_sum_of_their_labelled_tokens(llama_folder, pairs):
-    task, batch = task_of(llama_folder, pairs, loss="simpo")
+def test_log_probabilities_are_summed_over_target_tokens(llama_folder, pairs):
+    task, batch = make_task(llama_folder, pairs, loss="simpo")
     task.eval()
     flat = {name: values.flatten(0, 1) for name, values in batch.items()}
     logps, lengths = causal_logps(task.model, task.head, flat)
@@ -126,39 +126,39 @@ def test_rows_get_the_sum_of_their_labelled_tokens(llama_folder, pairs):
 
     def whole(model):
         logits = model(input_ids=flat["input_ids"], attention_mask=flat["attention_mask"]).logits[:, :-1]
-        each = F.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels >= 0)
-        return each.sum(1)
+        token_logps = F.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels >= 0)
+        return token_logps.sum(1)
 
     assert_as_close(logps, *in_both(whole, task.model))
     assert lengths.tolist() == (labels >= 0).sum(1).tolist()
 
 
-# Any cut -----------------------------------------------------------------------------------------------------------
+# Any batch split ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", METHODS)
-def test_a_gradient_is_the_same_however_the_pairs_are_cut(loss, llama_folder, pairs):
-    """With dropout, of the policy alone."""
-    task, batch = task_of(llama_folder, pairs, **settings_of(loss), lora=LoRA(rank=4, dropout=0.2), seed=9,
-                          config_overrides={"attention_dropout": 0.1})
-    whole_loss, whole = gradients(task, [batch])
+def test_the_gradient_does_not_depend_on_the_batch_split(loss, llama_folder, pairs):
+    """With dropout, which only the policy has."""
+    task, batch = make_task(llama_folder, pairs, **make_settings(loss), lora=LoRA(rank=4, dropout=0.2), seed=9,
+                            config_overrides={"attention_dropout": 0.1})
+    whole_loss, whole_gradient = compute_gradients(task, [batch])
     assert loss != "kto" or task._baseline > 0
     num_rows = len(batch["input_ids"])
     for size in (1, 4):
-        cuts = [{name: values[start : start + size] for name, values in batch.items()}
-                for start in range(0, num_rows, size)]
-        found_loss, found = gradients(task, cuts)
-        assert found_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(found, whole) < 1e-5
-    found_loss, found = gradients(task, split_rows(batch, 300))
+        micro_batches = [{name: values[start : start + size] for name, values in batch.items()}
+                         for start in range(0, num_rows, size)]
+        split_loss, gradient = compute_gradients(task, micro_batches)
+        assert split_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(gradient, whole_gradient) < 1e-5
+    split_loss, gradient = compute_gradients(task, split_rows(batch, 300))
     assert len(split_rows(batch, 300)) > 2
-    assert found_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(found, whole) < 1e-5
+    assert split_loss == pytest.approx(whole_loss, rel=1e-5) and relative_error(gradient, whole_gradient) < 1e-5
 
 
-def test_dropout_is_what_the_recipe_names(llama_folder):
-    """Of the configuration's own rates none is left, wherever the recipe says nothing of them."""
+def test_dropout_is_off_unless_the_recipe_sets_it(llama_folder):
+    """Dropout rates of the model's own config are set to 0."""
     assert Preference(pretrained=str(llama_folder)).overrides == {"attention_dropout": 0.0}
-    named = {"attention_dropout": 0.2, "hidden_act": "gelu"}
-    assert Preference(pretrained=str(llama_folder), config_overrides=named).overrides == named
+    overrides = {"attention_dropout": 0.2, "hidden_act": "gelu"}
+    assert Preference(pretrained=str(llama_folder), config_overrides=overrides).overrides == overrides
     scratch = Preference(config={"model_type": "gpt2", "resid_pdrop": 0.3, "vocab_size": 99})
     assert scratch.overrides == {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
 
@@ -170,35 +170,35 @@ def test_dropout_is_what_the_recipe_names(llama_folder):
     ({"lora": LoRA(rank=4)}, "base"), ({"lora": LoRA(rank=4), "quantize": "nf4"}, "base"), ({}, "copy"),
     ({"lora": LoRA(rank=4, modules_to_save=["lm_head"]), "reference": "copy"}, "copy"),
     ({"lora": LoRA(rank=4, init="pissa")}, "copy")],
-    ids=["lora", "qlora", "full", "in full", "pissa"])
-def test_the_reference_is_the_network_before_training(llama_folder, pairs, fields, kind):
-    task, batch = task_of(llama_folder, pairs, **fields)
+    ids=["lora", "qlora", "full", "modules_to_save", "pissa"])
+def test_the_reference_is_the_model_before_training(llama_folder, pairs, fields, kind):
+    task, batch = make_task(llama_folder, pairs, **fields)
     assert task.reference_kind == kind
     before = {name: param.detach().clone() for name, param in task.trainable().items()}
-    found = task.complete(batch)["reference_logps"]
+    reference_logps = task.complete(batch)["reference_logps"]
     assert task.model.training and all(torch.equal(param, before[name]) for name, param in task.trainable().items())
     assert all(param.requires_grad for param in task.trainable().values())
     policy, _ = task.answer_logps(batch)
-    assert (policy - found).abs().max() > 1e-2
-    task.model = (task.model.unload() if "quantize" in fields  # the only base with these codes
+    assert (policy - reference_logps).abs().max() > 1e-2
+    task.model = (task.model.unload() if "quantize" in fields  # only this base has these codes
                   else AutoModelForCausalLM.from_pretrained(llama_folder)).eval()
     task.head = LMHead.from_model(task.model)
     with torch.no_grad():
-        wanted, _ = task.answer_logps(batch)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        expected, _ = task.answer_logps(batch)
+    torch.testing.assert_close(reference_logps, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_an_adapter_goes_on_from_itself(llama_folder, pairs, tmp_path):
-    """The reference of an adapter that came with a folder is the adapter as it came; its dropout is off."""
-    first, batch = task_of(llama_folder, pairs, lora=LoRA(rank=4, dropout=0.3))
+def test_the_reference_of_a_continued_adapter_is_the_saved_adapter(llama_folder, pairs, tmp_path):
+    """Its dropout is off."""
+    first, batch = make_task(llama_folder, pairs, lora=LoRA(rank=4, dropout=0.3))
     first.model.save_pretrained(tmp_path / "adapter")
     first.model.eval()
     with torch.no_grad():
-        wanted, _ = first.answer_logps(batch)
-    second, _ = task_of(llama_folder, pairs, adapter=str(tmp_path / "adapter"))
+        expected, _ = first.answer_logps(batch)
+    second, _ = make_task(llama_folder, pairs, adapter=str(tmp_path / "adapter"))
     assert second.reference_kind == "copy" and second.model.peft_config["default"].lora_dropout == 0
     assert not any(isinstance(part, torch.nn.Dropout) and part.p for part in second.model.modules())
-    torch.testing.assert_close(second.complete(batch)["reference_logps"], wanted)
+    torch.testing.assert_close(second.complete(batch)["reference_logps"], expected)
 
 
 # TRL ---------------------------------------------------------------------------------------------------------------
@@ -206,44 +206,44 @@ def test_an_adapter_goes_on_from_itself(llama_folder, pairs, tmp_path):
 DPO = [name for name in METHODS if METHODS[name].has_reference and METHODS[name].is_paired]
 
 
-def answers_of(batch, prompt_length=None) -> list[dict[str, list[int]]]:
-    """Prompt and answers of each pair as TRL takes them; with a length, that many last tokens of the prompt."""
-    found = []
+def extract_answers(batch, prompt_length=None) -> list[dict[str, list[int]]]:
+    """Return each pair's prompt and answers in TRL's form, with at most the last `prompt_length` prompt tokens."""
+    pairs = []
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        first = int((labels[0] >= 0).nonzero()[0])
-        prompt = ids[0, :first].tolist()
-        found.append({"prompt_ids": prompt if prompt_length is None else prompt[-prompt_length:],
+        start = int((labels[0] >= 0).nonzero()[0])
+        prompt = ids[0, :start].tolist()
+        pairs.append({"prompt_ids": prompt if prompt_length is None else prompt[-prompt_length:],
                       **{name: side[mask >= 0].tolist() for name, side, mask in zip(("chosen_ids", "rejected_ids"), ids,
                                                                                     labels, strict=True)}})
-    return found
+    return pairs
 
 
-def batch_of(answers) -> dict[str, torch.Tensor]:
-    """The same as a batch of ours."""
+def make_batch(answers) -> dict[str, torch.Tensor]:
+    """Return pairs in TRL's form as a batch."""
     sides = [[row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")] for row in answers]
     width = max(len(ids) for pair in sides for ids in pair)
     batch = {name: torch.full((len(answers), 2, width), fill) for name, fill in
              (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}
     for row, pair in enumerate(sides):
         for side, ids in enumerate(pair):
-            first = len(answers[row]["prompt_ids"])
+            start = len(answers[row]["prompt_ids"])
             batch["input_ids"][row, side, : len(ids)] = torch.tensor(ids)
-            batch["labels"][row, side, first : len(ids)] = torch.tensor(ids[first:])
+            batch["labels"][row, side, start : len(ids)] = torch.tensor(ids[start:])
             batch["attention_mask"][row, side, : len(ids)] = 1
     return batch
 
 
-def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **options) -> list[dict]:
-    """TRL's gradient over rows, one a micro-batch, from the weights of a task; and the same in float64."""
+def compute_trl_gradients(trainer_class, config_class, folder, task, rows, tmp_path, **options) -> list[dict]:
+    """Return TRL's gradient in float32 and float64, from a task's weights, with one row per micro-batch."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    found = []
+    gradients = []
 
     class Probe(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            found.append({f"model.{name}": param.grad.clone() for name, param in model.named_parameters()
-                          if param.grad is not None})
+            gradients.append({f"model.{name}": param.grad.clone() for name, param in model.named_parameters()
+                              if param.grad is not None})
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -251,7 +251,7 @@ def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **op
         "output_dir": str(tmp_path / "trl"), "per_device_train_batch_size": 1, "report_to": [], "max_steps": 1,
         "gradient_accumulation_steps": len(rows), "max_grad_norm": 0.0, "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", **options})
-    # Their rows are tokens already, the same as ours.
+    # The rows are tokenised already.
     tokenised = type("Tokenised", (trainer_class,), {"_prepare_dataset": lambda self, dataset, *_: dataset})
 
     def train(dtype: torch.dtype) -> None:
@@ -263,84 +263,84 @@ def trl_gradient(trainer_class, config_class, folder, task, rows, tmp_path, **op
     train(torch.float32)
     with Float64():
         train(torch.float64)
-    return found
+    return gradients
 
 
 @pytest.fixture
-def oracle(plain_llama, pairs):
-    """Task of a loss without dropout, moved away from its reference, and its pairs."""
+def make_task_and_pairs(plain_llama, pairs):
+    """Return a function that returns a task without dropout, whose weights differ from its reference, and its pairs."""
     pytest.importorskip("trl", reason="an extra of developers (dev)")
 
     def make(**fields):
-        task, batch = task_of(plain_llama, pairs, answers="pair", **fields)
-        return task, answers_of(batch, 1 if fields["loss"] == "orpo" else None)
+        task, batch = make_task(plain_llama, pairs, answers="pair", **fields)
+        return task, extract_answers(batch, 1 if fields["loss"] == "orpo" else None)
 
     return make
 
 
 @pytest.mark.parametrize("loss", DPO)
-def test_dpo_is_that_of_trl(loss, oracle, plain_llama, tmp_path):
+def test_dpo_losses_equal_trl(loss, make_task_and_pairs, plain_llama, tmp_path):
     from trl import DPOConfig, DPOTrainer
 
-    smoothing = 0.1 if loss in ("robust", "exo_pair") else 0.0  # for others TRL has none
-    task, rows = oracle(loss=loss, label_smoothing=smoothing)
-    of_trl = trl_gradient(DPOTrainer, DPOConfig, plain_llama, task, rows, tmp_path, loss_type=loss,
-                          label_smoothing=smoothing, max_length=None)
-    assert_as_close(gradients(task, [batch_of(rows)])[1], *of_trl)
+    smoothing = 0.1 if loss in ("robust", "exo_pair") else 0.0  # TRL supports it only for these
+    task, rows = make_task_and_pairs(loss=loss, label_smoothing=smoothing)
+    expected = compute_trl_gradients(DPOTrainer, DPOConfig, plain_llama, task, rows, tmp_path, loss_type=loss,
+                                     label_smoothing=smoothing, max_length=None)
+    assert_as_close(compute_gradients(task, [make_batch(rows)])[1], *expected)
 
 
 @pytest.mark.parametrize("loss", ["simpo", "cpo", "orpo"])
-def test_losses_without_a_reference_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
-    """TRL's ORPO scores the prompt too, so there it is one token, which nothing predicts."""
+def test_losses_without_a_reference_equal_trl(loss, make_task_and_pairs, plain_llama, tmp_path):
+    """TRL's ORPO also trains on the prompt, so there it is one token, which is never a target."""
     if loss == "orpo":
         from trl.experimental.orpo import ORPOConfig as Config
         from trl.experimental.orpo import ORPOTrainer as Trainer
 
-        task, rows = oracle(loss=loss, beta=0.3)
+        task, rows = make_task_and_pairs(loss=loss, beta=0.3)
         options = {"beta": 0.3}
     else:
         from trl.experimental.cpo import CPOConfig as Config
         from trl.experimental.cpo import CPOTrainer as Trainer
 
-        task, rows = oracle(loss=loss, **({"gamma": 0.7} if loss == "simpo" else {"label_smoothing": 0.1}),
-                            sft_weight=0.4)
+        task, rows = make_task_and_pairs(loss=loss, **({"gamma": 0.7} if loss == "simpo" else {"label_smoothing": 0.1}),
+                                         sft_weight=0.4)
         options = ({"simpo_gamma": 0.7} if loss == "simpo" else {"label_smoothing": 0.1}) | {
             "cpo_alpha": 0.4, "loss_type": "simpo" if loss == "simpo" else "sigmoid"}
 
     class Tokenised(Trainer):
         def tokenize_row(self, feature, model=None):
             prompt = feature["prompt_ids"]
-            made = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+            features = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
             for name in ("chosen", "rejected"):
                 ids = prompt + feature[f"{name}_ids"]
-                made |= {f"{name}_input_ids": ids, f"{name}_attention_mask": [1] * len(ids),
-                         f"{name}_labels": [-100] * len(prompt) + feature[f"{name}_ids"]}
-            return made
+                features |= {f"{name}_input_ids": ids, f"{name}_attention_mask": [1] * len(ids),
+                             f"{name}_labels": [-100] * len(prompt) + feature[f"{name}_ids"]}
+            return features
 
     named = [{"prompt": "a", "chosen": "b", "rejected": "c", **row} for row in rows]
-    of_trl = trl_gradient(Tokenised, Config, plain_llama, task, named, tmp_path, **options)
-    assert_as_close(gradients(task, [batch_of(rows)])[1], *of_trl)
+    expected = compute_trl_gradients(Tokenised, Config, plain_llama, task, named, tmp_path, **options)
+    assert_as_close(compute_gradients(task, [make_batch(rows)])[1], *expected)
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_single_answers_are_those_of_trl(loss, oracle, plain_llama, tmp_path):
-    """One micro-batch, as TRL's KTO has the baseline of a micro-batch. Here it is the next row's answer."""
+def test_losses_of_single_answers_equal_trl(loss, make_task_and_pairs, plain_llama, tmp_path):
+    """One micro-batch, as TRL's KTO computes its baseline per micro-batch. Here it uses the next row's answer."""
     from trl import KTOConfig, KTOTrainer
 
-    task, pairs = oracle(loss=loss, desirable_weight=1.5)
+    task, pairs = make_task_and_pairs(loss=loss, desirable_weight=1.5)
     rows = [{"prompt_ids": row["prompt_ids"], "completion_ids": row[name], "label": name == "chosen_ids"}
             for row in pairs for name in ("chosen_ids", "rejected_ids")]
-    lent = [{**row, "KL_completion_ids": other["completion_ids"]} for row, other in zip(rows, rows[2:] + rows[:2],
-                                                                                        strict=True)]
-    of_trl = trl_gradient(KTOTrainer, KTOConfig, plain_llama, task, lent, tmp_path, loss_type=loss,
-                          desirable_weight=1.5, max_length=None, per_device_train_batch_size=len(rows),
-                          gradient_accumulation_steps=1)
-    batch = batch_of([{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"],
-                       "rejected_ids": row["KL_completion_ids"]} for row in lent])
+    rows_with_kl = [{**row, "KL_completion_ids": other["completion_ids"]}
+                    for row, other in zip(rows, rows[2:] + rows[:2], strict=True)]
+    expected = compute_trl_gradients(KTOTrainer, KTOConfig, plain_llama, task, rows_with_kl, tmp_path, loss_type=loss,
+                                     desirable_weight=1.5, max_length=None, per_device_train_batch_size=len(rows),
+                                     gradient_accumulation_steps=1)
+    batch = make_batch([{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"],
+                         "rejected_ids": row["KL_completion_ids"]} for row in rows_with_kl])
     batch["desirable"] = torch.tensor([1, 0] * len(pairs))
     if loss != "kto":
         batch = {name: values[:, :1] if values.ndim > 1 else values for name, values in batch.items()}
-    assert_as_close(gradients(task, [batch])[1], *of_trl)
+    assert_as_close(compute_gradients(task, [batch])[1], *expected)
     assert loss != "kto" or task._baseline > 0
 
 
@@ -360,8 +360,8 @@ def fit(recipe, pairs, tmp_path):
     return run
 
 
-def test_a_run_learns_the_preference_and_logs_it(fit):
-    """It begins at its reference, which has no dropout: the tiny Llama's own, of attention, is off."""
+def test_a_run_learns_the_preference_and_logs_rewards(fit):
+    """It starts at its reference without dropout: the attention dropout of the tiny Llama is off."""
     run = fit("run", trainer__max_steps=8, model__init_args__sft_weight=0.1, trainer__accumulate_grad_batches=2,
               trainer__val_check_interval=8, checkpoint={"every_n_steps": None},
               model__init_args__optimizer={"lr": 0.02})
@@ -375,20 +375,20 @@ def test_a_run_learns_the_preference_and_logs_it(fit):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_however_it_is_cut(fit):
-    """The unwanted answers weigh little, so that all become likelier than under the reference: a baseline that counts.
-    """
-    found = [rows(fit(f"cut{size}", data__init_args__batch_size=size, trainer__accumulate_grad_batches=8 // size,
-                      data__init_args__eval_batch_size=size, trainer__val_check_interval=4,
-                      model__init_args__loss="kto", model__init_args__undesirable_weight=0.1)) for size in (8, 2)]
-    for one, other in zip(*found, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-    assert found[0][-2]["train/kl"] > 0
+def test_a_kto_run_does_not_depend_on_the_batch_split(fit):
+    """Undesirable answers have a small weight, so that all become more likely than under the reference, which makes
+    the baseline positive."""
+    metrics = [rows(fit(f"cut{size}", data__init_args__batch_size=size, trainer__accumulate_grad_batches=8 // size,
+                        data__init_args__eval_batch_size=size, trainer__val_check_interval=4,
+                        model__init_args__loss="kto", model__init_args__undesirable_weight=0.1)) for size in (8, 2)]
+    for step_metrics, expected in zip(*metrics, strict=True):
+        assert step_metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert metrics[0][-2]["train/kl"] > 0
 
 
 @pytest.mark.slow
-def test_full_tuning_that_was_resumed_is_the_run_that_went_on(fit):
-    """The frozen copy is taken of the weights that the run began with."""
+def test_resumed_full_fine_tuning_equals_an_uninterrupted_run(fit):
+    """The reference is a copy of the weights that the run started from."""
     full = {"model__init_args__quantize": None, "model__init_args__lora": None,
             "model__init_args__optimizer": {"lr": 0.001}, "trainer__limit_val_batches": 0}
     whole = fit("whole", **full)
@@ -403,7 +403,7 @@ def test_full_tuning_that_was_resumed_is_the_run_that_went_on(fit):
     ({"model__init_args__loss": "simpo", "model__init_args__reference": "copy"}, "has no reference"),
     ({"model__init_args__lora": None, "model__init_args__quantize": None, "model__init_args__reference": "base"},
      "without an adapter"), ({"data__class_path": "SFTData"}, "set it to PreferenceData")])
-def test_what_does_not_go_together_is_refused(recipe, pairs, capsys, changes, message):
+def test_invalid_combinations_are_rejected(recipe, pairs, capsys, changes, message):
     assert main(["fit", *recipe(**{
         "model__class_path": "Preference", "data__class_path": "PreferenceData", "data__init_args__source": pairs,
         **changes})]) == 2

@@ -1,4 +1,4 @@
-"""Extractive question answering from end to end, and its loss against transformers'."""
+"""Extractive question answering end to end; its loss equals transformers'."""
 
 import json
 
@@ -17,7 +17,7 @@ BERT = {"model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_h
         "attention_probs_dropout_prob": 0.0}
 
 
-def test_loss_is_that_of_transformers():
+def test_the_loss_equals_transformers():
     torch.manual_seed(0)
     model = BertForQuestionAnswering(BertConfig(**{k: v for k, v in BERT.items() if k != "model_type"}, vocab_size=50))
     ids, start, end = torch.randint(0, 50, (3, 9)), torch.tensor([1, 4, 0]), torch.tensor([2, 4, 0])
@@ -59,7 +59,7 @@ def qa(recipe, bert_folder, tmp_path):  # noqa: F811
     return write
 
 
-def test_a_model_learns_its_answers_and_writes_the_three_files(qa, tmp_path):
+def test_a_model_learns_its_answers_and_writes_the_squad_files(qa, tmp_path):
     arguments = qa()
     assert main(["fit", *arguments]) == 0
     run = tmp_path / "run"
@@ -69,16 +69,16 @@ def test_a_model_learns_its_answers_and_writes_the_three_files(qa, tmp_path):
             "val/best_f1_threshold"} <= set(metrics)
     assert metrics["val/loss"] < 3.0 and metrics["val/best_f1"] >= metrics["val/f1"]
     assert main(["predict", "--config", str(run / "config.yaml"), "--ckpt_path", "last"]) == 0
-    chosen = json.loads((run / "predictions.json").read_text())
+    predictions = json.loads((run / "predictions.json").read_text())
     source = json.loads((tmp_path / "squad.json").read_text())
     golds = {question["id"]: [answer["text"] for answer in question["answers"]]
              for question in source["data"][0]["paragraphs"][0]["qas"]}
-    assert set(chosen) == set(golds) == set(json.loads((run / "null_odds.json").read_text()))
-    again = json.loads((run / "metrics.json").read_text())
-    assert again["predict/f1"] == squad_scores(chosen, golds, version_2=True)["f1"]
-    assert again["predict/f1"] == pytest.approx(again["val/f1"])
+    assert set(predictions) == set(golds) == set(json.loads((run / "null_odds.json").read_text()))
+    metrics_after_predict = json.loads((run / "metrics.json").read_text())
+    assert metrics_after_predict["predict/f1"] == squad_scores(predictions, golds, version_2=True)["f1"]
+    assert metrics_after_predict["predict/f1"] == pytest.approx(metrics_after_predict["val/f1"])
     rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
-    assert [row["prediction"] for row in rows] == [chosen[row["id"]] for row in rows]
+    assert [row["prediction"] for row in rows] == [predictions[row["id"]] for row in rows]
     nbest = json.loads((run / "nbest_predictions.json").read_text())
     assert all(abs(sum(entry["probability"] for entry in entries) - 1) < 1e-6 for entries in nbest.values())
 

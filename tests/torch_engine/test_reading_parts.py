@@ -1,4 +1,4 @@
-"""What each process reads where parameters are sharded (FSDP2): its rows, and no more."""
+"""With sharded parameters (FSDP2), each process reads only its own rows."""
 
 import os
 from pathlib import Path
@@ -28,8 +28,8 @@ from tests.forks import together
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Numbers of values that are read from files, in order."""
+def sizes_read(monkeypatch):
+    """Numbers of values that are read from files, in order of the reads."""
     sizes, lazy_file = [], lazy_array.lazy_file
 
     def counting(*args):
@@ -40,8 +40,8 @@ def asked(monkeypatch):
     return sizes
 
 
-def test_rows_of_a_checkpoint(tmp_path, asked):
-    """The first process of three, with three of seven rows; optimiser state, too."""
+def test_a_process_reads_only_its_rows_of_a_checkpoint(tmp_path, sizes_read):
+    """Weights and optimiser state, as the first of three processes, with three of seven rows."""
     weight = torch.arange(28).reshape(7, 4).bfloat16()
     write_checkpoint(tmp_path / "c", {
         "state_dict": {"w": weight},
@@ -51,7 +51,7 @@ def test_rows_of_a_checkpoint(tmp_path, asked):
     assert torch.equal(content["sums"], torch.ones(4))
     state = content["optimizer_states"][0]["state"][0]
     assert state["step"] == 1
-    asked.clear()
+    sizes_read.clear()
     with simulate_processes(3):
         param = distribute_tensor(torch.zeros(7, 4, dtype=torch.bfloat16), init_device_mesh("cpu", (3,)), [Shard(0)],
                                   src_data_rank=None)
@@ -59,20 +59,20 @@ def test_rows_of_a_checkpoint(tmp_path, asked):
         assert torch.equal(local(param), weight[:3])
         average = place_like(state["exp_avg"], param)
         assert torch.equal(local(average), weight[:3] + 1) and average.placements == param.placements
-    assert asked == [12, 12]
+    assert sizes_read == [12, 12]
     assert torch.equal(place_like(content["state_dict"]["w"], torch.zeros(7, 4)), weight)
 
 
-def test_damage_that_another_process_has_found(tmp_path):
+def test_damage_found_by_another_process_is_reported(tmp_path):
     write_checkpoint(tmp_path / "c", {"state_dict": {"w": torch.ones(3)}}, TORCH)
     reader = FolderCheckpointIO()
     with pytest.raises(UserError, match="optimizer.safetensors is not"):
-        reader.open_checkpoint(tmp_path / "c", lambda own: own | {1: "optimizer.safetensors is not ..."},
+        reader.open_checkpoint(tmp_path / "c", lambda damage: damage | {1: "optimizer.safetensors is not ..."},
                                WriterRank(0, 2))
     damaged = tmp_path / "c" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match="model.safetensors has changed since it was written"):
-        reader.open_checkpoint(tmp_path / "c", lambda own: own, WriterRank(0, 1))
+        reader.open_checkpoint(tmp_path / "c", lambda damage: damage, WriterRank(0, 1))
 
 
 SIZES = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 3,
@@ -89,17 +89,17 @@ CONFIGS = {
 }
 NF4 = {"quantize": "nf4", "frozen": True}
 ADAPTERS = {"plain": LoRA(rank=2, targets="all-linear"), "dora": LoRA(rank=2, targets=["q_proj"], dora=True),
-            "in full": LoRA(rank=2, targets=["q_proj"], modules_to_save=["lm_head"]),
+            "modules_to_save": LoRA(rank=2, targets=["q_proj"], modules_to_save=["lm_head"]),
             "pissa": LoRA(rank=2, init="pissa")}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function that makes a model's folder by its name, and gives the path."""
+    """Return a function that writes a model's folder by name and returns its path."""
     def make(name: str) -> Path:
         path = tmp_path / name
         if name == "adapter":
-            network(str(make("llama")), NF4, "plain", 0, False).save_pretrained(path)
+            build(str(make("llama")), NF4, "plain", 0, False).save_pretrained(path)
             return path
         if name == "saved":
             model = load_pretrained(transformers.AutoModelForCausalLM, str(make("llama")), device=torch.device("cpu"),
@@ -111,7 +111,7 @@ def folder(tmp_path):
         if name == "torch_file":
             torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
             (path / "model.safetensors").unlink()
-        if name == "tied":  # a folder with both
+        if name == "tied":  # a folder with both matrices
             weights = load_file(path / "model.safetensors")
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
             save_file(weights, path / "model.safetensors", {"format": "pt"})
@@ -120,8 +120,8 @@ def folder(tmp_path):
     return make
 
 
-def network(path: str, options: dict[str, Any], adapter: str | None, tokens: int, by_parts: bool) -> torch.nn.Module:
-    """As `build_network` makes it."""
+def build(path: str, options: dict[str, Any], adapter: str | None, tokens: int, by_parts: bool) -> torch.nn.Module:
+    """Return the network as `build_network` builds it."""
     parts = PrincipalParts(ADAPTERS["pissa"]) if adapter == "pissa" else None
     model = load_pretrained(transformers.AutoModelForCausalLM, path, device=torch.device("cpu"), by_parts=by_parts,
                             before_quantising=parts and parts.rest, **options)
@@ -137,14 +137,14 @@ def network(path: str, options: dict[str, Any], adapter: str | None, tokens: int
     return add_lora(model, ADAPTERS[adapter], new, torch.float32, "CAUSAL_LM", principal=parts)
 
 
-def states_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """What bitsandbytes knows of each packed weight."""
-    found = {name: getattr(module, "quant_state", getattr(module, "state", None))
-             for name, module in model.named_modules()}
-    return {name: vars(state) for name, state in found.items() if hasattr(state, "absmax")}
+def collect_states(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Return bitsandbytes' state of each quantised weight."""
+    states_by_name = {name: getattr(module, "quant_state", getattr(module, "state", None))
+                      for name, module in model.named_modules()}
+    return {name: vars(state) for name, state in states_by_name.items() if hasattr(state, "absmax")}
 
 
-def same(one: Any, other: Any, name: str) -> None:
+def assert_equal(one: Any, other: Any, name: str) -> None:
     assert type(one) is type(other), name
     if isinstance(one, torch.Tensor):
         one, other = local(one).detach(), local(other).detach()
@@ -153,21 +153,21 @@ def same(one: Any, other: Any, name: str) -> None:
     elif isinstance(one, dict):
         assert list(one) == list(other), name
         for key, value in one.items():
-            same(value, other[key], f"{name}.{key}")
+            assert_equal(value, other[key], f"{name}.{key}")
     elif hasattr(one, "absmax"):
-        same(vars(one), vars(other), name)
+        assert_equal(vars(one), vars(other), name)
     else:
         assert one == other, name
 
 
-def compare(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int, size: int) -> None:
-    """In one of two processes: the network that is read by parts, and the one that is read whole and then cut."""
+def compare_reads(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int, size: int) -> None:
+    """In each process, compare the network read by parts with the one read whole and then sharded."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     for case in cases:
-        made = []
+        results = []
         for by_parts in (False, True):
-            model = network(*case, by_parts)
+            model = build(*case, by_parts)
             model.requires_grad_(not case[1])
             sources = pop_sources(model)
             shard(model, model.get_base_model() if case[2] else model, mesh)
@@ -177,17 +177,17 @@ def compare(cases: list[tuple[str, dict[str, Any], str | None, int]], rank: int,
             model.eval()
             with torch.no_grad():
                 logits = model(torch.tensor([[1, 2, 3, 4]])).logits
-            made.append({"weights": dict(model.named_parameters()), "buffers": dict(model.named_buffers()),
-                         "states": states_of(model), "logits": logits})
-        same(*made, str(case))
+            results.append({"weights": dict(model.named_parameters()), "buffers": dict(model.named_buffers()),
+                            "states": collect_states(model), "logits": logits})
+        assert_equal(*results, str(case))
 
 
-def process(cases: list) -> None:
-    compare(cases, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def compare_in_process(cases: list) -> None:
+    compare_reads(cases, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 class Counting:
-    """`safe_open` that counts the values that are read of each tensor."""
+    """`safe_open` that counts the values read from each tensor."""
 
     counts: dict[str, int] = {}
 
@@ -215,14 +215,14 @@ class CountedSlice:
         return getattr(self.stored, name)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        found = self.stored[part]
-        Counting.counts[self.name] = Counting.counts.get(self.name, 0) + found.numel()
-        return found
+        values = self.stored[part]
+        Counting.counts[self.name] = Counting.counts.get(self.name, 0) + values.numel()
+        return values
 
 
-def count(path: str) -> None:
-    """In one of two processes: none reads more of a weight than its half, and of a matrix that is quantised at most a
-    row more, where a block does not begin with it."""
+def count_reads(path: str) -> None:
+    """Check in each of two processes that it reads only its half of each weight. Of a quantised matrix, it may read up
+    to a row more at either end, where a quantisation block does not start with a row."""
     import safetensors
 
     rank = int(os.environ["RANK"])
@@ -230,7 +230,7 @@ def count(path: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     safetensors.safe_open = Counting
     is_saved = path.endswith("saved")
-    model = network(path, {"frozen": True} if is_saved else NF4, "plain", 0, True)
+    model = build(path, {"frozen": True} if is_saved else NF4, "plain", 0, True)
     assert is_saved or Counting.counts == {}
     sources = pop_sources(model)
     shard(model, model.get_base_model(), mesh)
@@ -240,26 +240,27 @@ def count(path: str) -> None:
         if is_saved and f"{name}.absmax" not in weights:
             continue
         rows = -(-weight.shape[0] // 2) if rank == 0 else weight.shape[0] // 2
-        more = 2 if weight.ndim == 2 and ".layers." in name and not is_saved else 0
-        assert rows <= Counting.counts[name] // weight[0].numel() <= rows + more, name
+        extra_rows = 2 if weight.ndim == 2 and ".layers." in name and not is_saved else 0
+        assert rows <= Counting.counts[name] // weight[0].numel() <= rows + extra_rows, name
 
 
-def test_a_quantised_base_is_read_by_parts(folder):
-    """To the bit as if each process had read all of it."""
-    together([[(str(folder("llama")), NF4, "plain", 0), (str(folder("gpt_oss")), NF4, None, 0)]], 2, program=process)
+def test_a_quantised_base_read_by_parts_has_the_same_bits(folder):
+    """The same as if each process had read the whole base."""
+    cases = [(str(folder("llama")), NF4, "plain", 0), (str(folder("gpt_oss")), NF4, None, 0)]
+    together([cases], 2, program=compare_in_process)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("saved", marks=pytest.mark.slow)])
-def test_no_process_reads_what_another_one_keeps(folder, name):
-    together([str(folder(name))], 2, program=count)
+def test_no_process_reads_rows_of_another(folder, name):
+    together([str(folder(name))], 2, program=count_reads)
 
 
 @pytest.mark.slow
-def test_bases_of_all_kinds_are_read_by_parts(folder):
-    """Trained in full, tied, transposed, in other types, made of several tensors, saved in 4 bits; read whole."""
+def test_all_kinds_of_bases_read_by_parts_have_the_same_bits(folder):
+    """Full fine-tuning, tied, transposed, other dtypes, built of several tensors, saved in 4 bits; read whole."""
     paths = {name: str(folder(name)) for name in (*CONFIGS, "saved", "adapter")}
     together([[
-        (paths["llama"], {}, None, 0), (paths["llama"], NF4, "dora", 0), (paths["llama"], NF4, "in full", 0),
+        (paths["llama"], {}, None, 0), (paths["llama"], NF4, "dora", 0), (paths["llama"], NF4, "modules_to_save", 0),
         (paths["llama"], NF4, "plain", 3), (paths["llama"], NF4, "continued", 0),
         (paths["llama"], NF4, "pissa", 0), (paths["gpt2"], NF4, "pissa", 0),
         (paths["llama"], {"frozen": True}, "pissa", 0),
@@ -267,4 +268,4 @@ def test_bases_of_all_kinds_are_read_by_parts(folder):
         (paths["tied"], {**NF4, "quantize": "fp4", "double_quant": False, "quant_storage": "float32"}, None, 0),
         (paths["gpt2"], NF4, None, 0), (paths["gpt2"], {}, None, 0), (paths["mixtral"], NF4, None, 0),
         (paths["mixtral"], {"precision": "bf16-true"}, None, 0), (paths["saved"], {"frozen": True}, "plain", 0)]], 2,
-        program=process)
+        program=compare_in_process)

@@ -1,4 +1,4 @@
-"""Reward models on torch: the gradient against TRL's RewardTrainer."""
+"""Reward models on torch: the gradient equals TRL's RewardTrainer."""
 
 import copy
 
@@ -12,7 +12,7 @@ from tests.torch_engine.test_classifier import PAD, make
 
 
 @pytest.mark.parametrize("center", [0.0, 0.05])
-def test_the_gradient_is_trls(center, tokenizer_folder, tmp_path):
+def test_the_gradient_equals_trl(center, tokenizer_folder, tmp_path):
     pytest.importorskip("trl", reason="an extra of developers (dev)")
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
@@ -21,13 +21,13 @@ def test_the_gradient_is_trls(center, tokenizer_folder, tmp_path):
     rows = [{"chosen_ids": [5, 6, 7, 8, 9], "rejected_ids": [5, 6, 11], "margin": 0.5},
             {"chosen_ids": [12, 13], "rejected_ids": [12, 14, 15, 16], "margin": 0.0},
             {"chosen_ids": [20, 21, 22], "rejected_ids": [20, 23, 24], "margin": 1.5}]
-    theirs = {}
+    trl_gradients = {}
 
     class Probe(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            theirs.update({name: param.grad.clone() for name, param in model.named_parameters()})
+            trl_gradients.update({name: param.grad.clone() for name, param in model.named_parameters()})
 
-    # Their rows are tokens already, the same as ours.
+    # The rows are tokenised already.
     trainer = type("Tokenised", (RewardTrainer,), {"_prepare_dataset": lambda self, dataset, *_: dataset})
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD)
@@ -44,10 +44,10 @@ def test_the_gradient_is_trls(center, tokenizer_folder, tmp_path):
              "attention_mask": torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in sides])}
     margins = torch.tensor([row["margin"] for row in rows])
 
-    def ours(network):
+    def compute_gradients(network):
         sums = reward_loss(Classifier(network)(batch).view(-1, 2), margins, center)
         return gradients(network, sums.total / sums.weight)
 
-    found, exact = in_both(ours, model)
-    assert found.keys() == theirs.keys() and all(grad.any() for grad in theirs.values())
-    assert_as_close(found, theirs, exact, terms=1024)
+    result, exact = in_both(compute_gradients, model)
+    assert result.keys() == trl_gradients.keys() and all(grad.any() for grad in trl_gradients.values())
+    assert_as_close(result, trl_gradients, exact, terms=1024)

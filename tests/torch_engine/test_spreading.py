@@ -1,4 +1,4 @@
-"""A base spread over GPUs, as far as a machine without any can tell: limits, placement, what stays in its place."""
+"""A base spread over GPUs, as far as this can be tested without GPUs: limits, placement, devices of layers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lmmods.torch_engine.nn.loading import keep_in_place, placement
 
 @pytest.fixture
 def llama_folder(llama_of):
-    """Of layers that can be told apart."""
+    """Two layers, which a test can tell apart."""
     return llama_of(2)
 
 
@@ -26,7 +26,7 @@ def two_gpus(monkeypatch):
     ("80000MB", {0: "80000MB", 1: "80000MB"}), ("1.5 GiB", {0: "1.5 GiB", 1: "1.5 GiB"}),
     ({0: "10GiB", 1: "20GB"}, {0: "10GiB", 1: "20GB"}), ({1: "20GiB"}, {1: "20GiB"}),
 ])
-def test_limits_of_each_gpu(two_gpus, max_memory, limits):
+def test_max_memory_is_the_limit_of_each_gpu(two_gpus, max_memory, limits):
     assert placement(max_memory) == {"device_map": "auto", "max_memory": limits}
 
 
@@ -35,18 +35,18 @@ def test_limits_of_each_gpu(two_gpus, max_memory, limits):
     ({2: "20GiB"}, "device 2.*Use 0, 1"),
     ({"cpu": "20GiB"}, "device 'cpu'"), ({"disk": "20GiB"}, "device 'disk'"),
 ])
-def test_mistakes(two_gpus, max_memory, message):
+def test_invalid_limits_are_rejected_by_name(two_gpus, max_memory, message):
     with pytest.raises(UserError, match=message):
         placement(max_memory)
 
 
-def test_a_limit_for_each_gpu_needs_one():
+def test_a_limit_per_gpu_requires_a_gpu():
     with pytest.raises(UserError, match="this machine has no GPU"):
         placement("20GiB")
 
 
-def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_an_error(two_gpus, llama_folder):
-    """Layers of about 185 kB and an embedding of 80 kB: 300 kB on the first GPU leave a layer for the second."""
+def test_layers_fill_one_gpu_after_another_and_a_model_too_large_is_rejected(two_gpus, llama_folder):
+    """Layers take about 185 kB and the embedding 80 kB, so with 300 kB on the first GPU, a layer is on the second."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama_folder))
 
@@ -67,13 +67,13 @@ def test_layers_are_laid_out_in_turn_and_what_has_no_room_is_an_error(two_gpus, 
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_a_spread_base_trains_like_one_in_one_piece(recipe, tmp_path, quantize):
-    """Everything on the one device that there is, and all logits at once: equal to rounding."""
+def test_a_spread_base_trains_like_one_on_a_single_device(recipe, tmp_path, quantize):
+    """All on the only device, with full logits: equal up to rounding."""
     runs = [RunFolder(tmp_path / name) for name in ("whole", "spread")]
     for run, max_memory in zip(runs, (None, {"cpu": "1GiB"}), strict=True):
         assert main(["fit", *recipe(model__init_args__quantize=quantize, model__init_args__max_memory=max_memory,
                                     model__init_args__fast_kernels=False, trainer__max_steps=3,
-                                    model__init_args__optimizer={"name": "sgd", "lr": 0.1},  # Adam blows rounding up
+                                    model__init_args__optimizer={"name": "sgd", "lr": 0.1},  # Adam amplifies rounding
                                     trainer__default_root_dir=str(run.root))]) == 0
     assert_close(*runs)
 
@@ -81,7 +81,7 @@ def test_a_spread_base_trains_like_one_in_one_piece(recipe, tmp_path, quantize):
 def assert_close(run: RunFolder, other: RunFolder) -> None:
     from safetensors.torch import load_file
 
-    left, right = (load_file(each.resolve("last") / "model.safetensors") for each in (run, other))
+    left, right = (load_file(folder.resolve("last") / "model.safetensors") for folder in (run, other))
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], rtol=1e-4, atol=1e-5)
 
@@ -95,7 +95,7 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
     ({"model__init_args__max_memory": {"cpu": "1GiB"}, "trainer__strategy": "ddp"}, "the GPUs of one process"),
     ({"model__init_args__max_memory": {"cpu": "1GiB"}, "engine": "jax"}, "which the JAX engine does not support"),
 ])
-def test_where_it_cannot_work(recipe, tmp_path, capfd, changes, message):
+def test_max_memory_is_rejected_where_it_cannot_work(recipe, tmp_path, capfd, changes, message):
     assert main(["fit", *recipe(**changes)]) == 2
-    said = capfd.readouterr().err
-    assert message in said and "Traceback" not in said
+    error = capfd.readouterr().err
+    assert message in error and "Traceback" not in error

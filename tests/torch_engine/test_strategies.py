@@ -1,4 +1,4 @@
-"""Which strategies are supported, what they refuse, and generation by processes with sharded parameters."""
+"""Supported strategies, what they reject, and generation with sharded parameters."""
 
 import shutil
 from types import SimpleNamespace
@@ -15,36 +15,36 @@ from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.engines.test_distributed import same_figures, same_weights, task, with_two  # noqa: F401 - a fixture
 
 
-def test_strategies_that_are_supported():
+def test_supported_strategies_are_chosen():
     for strategy in ("auto", "ddp", DDPStrategy(), FSDP2()):
         assert choose_strategy(strategy) is strategy
     assert isinstance(choose_strategy("fsdp"), FSDP2)
 
 
 @pytest.mark.parametrize(("strategy", "instead"), [(ModelParallelStrategy, "FSDP2"), (FSDPStrategy, "fsdp")])
-def test_strategies_that_are_not_supported_are_refused_by_name(strategy, instead):
+def test_unsupported_strategies_are_rejected_by_name(strategy, instead):
     with pytest.raises(UserError, match=f"{strategy.__name__} is not supported.*{instead}"):
         choose_strategy(strategy())
 
 
-def test_a_refusal_ends_the_command_with_one_message(recipe, capsys):
+def test_an_unsupported_strategy_ends_the_command_with_one_message(recipe, capsys):
     strategy = {"class_path": "lightning.pytorch.strategies.FSDPStrategy"}
     assert main(["fit", *recipe(trainer__strategy=strategy)]) == 2
     assert capsys.readouterr().err.startswith("error: trainer.strategy: FSDPStrategy is not supported")
 
 
-@pytest.mark.parametrize(("quantize", "optimizer", "words"), [
+@pytest.mark.parametrize(("quantize", "optimizer", "message"), [
     ("int8", "adamw", "model.quantize int8"), (None, "adafactor", "optimizer.name adafactor"),
     ("nf4", "paged_adamw_32bit", "optimizer.name paged_adamw_32bit"),
 ])
-def test_what_cannot_be_sharded_is_refused_by_name(quantize, optimizer, words):
+def test_settings_that_cannot_be_sharded_are_rejected_by_name(quantize, optimizer, message):
     module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         FSDP2().check_run(module)
 
 
 @pytest.mark.slow
-def test_sgd_takes_the_steps_of_one_process(task):  # noqa: F811
+def test_two_processes_take_the_sgd_steps_of_one(task):  # noqa: F811
     changes = {"model__init_args__optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}}
     one, arguments = task("full", "one", **changes)
     assert main(["fit", *arguments]) == 0
@@ -59,12 +59,12 @@ def test_sgd_takes_the_steps_of_one_process(task):  # noqa: F811
     {}, {"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 4},
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
 ], ids=["greedy", "beams", "contrastive", "groups"])
-def test_processes_generate_together_though_answers_end_at_different_times(task, llama_folder, tmp_path, options):  # noqa: F811
-    """A process that ended early and left would let the other wait for its part of the parameters for ever."""
+def test_processes_generate_together_until_all_answers_end(task, llama_folder, tmp_path, options):  # noqa: F811
+    """If one process stopped early, the other would wait for its shard of the parameters forever."""
     folder = tmp_path / "talkative"
     shutil.copytree(llama_folder, folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.lm_head.weight.data[model.config.eos_token_id] *= 3  # now some rows end early
+    model.lm_head.weight.data[model.config.eos_token_id] *= 3  # so that some rows end early
     model.save_pretrained(folder)
     changes = {"model__init_args__generation": {"max_new_tokens": 12, **options},
                "model__init_args__pretrained": str(folder), "data__init_args__batch_size": 1}

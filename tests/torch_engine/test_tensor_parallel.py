@@ -1,4 +1,4 @@
-"""Networks whose matrices several processes share, against the same networks whole: each family of the list."""
+"""Tensor parallelism: networks with split matrices equal the whole networks, for every supported family."""
 
 import os
 
@@ -13,19 +13,19 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0,
                "attention_multiplier": 0.5}
-OF = {"granite": MULTIPLIERS, "smollm3": {"no_rope_layers": [1, 0]}, "mistral": {"sliding_window": 4}}
+FAMILY_FIELDS = {"granite": MULTIPLIERS, "smollm3": {"no_rope_layers": [1, 0]}, "mistral": {"sliding_window": 4}}
 
 
-def agree(*families: str) -> None:
-    """Logits and gradients of two processes that share the matrices."""
+def compare_families(*families: str) -> None:
+    """Check logits and gradients of two processes that split the matrices."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     for family in families:
-        config = AutoConfig.for_model(family, **SIZES, **OF.get(family, {}), attn_implementation="sdpa")
-        found = []
+        config = AutoConfig.for_model(family, **SIZES, **FAMILY_FIELDS.get(family, {}), attn_implementation="sdpa")
+        results = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
             network = AutoModelForCausalLM.from_config(config)
@@ -37,17 +37,17 @@ def agree(*families: str) -> None:
                            for parameter in network.parameters())
             logits = network(input_ids=ids, use_cache=False).logits
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
-            found.append({"logits": logits} | {name: getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)()
-                                               for name, p in network.named_parameters()})
-        whole, cut = found
+            results.append({"logits": logits} | {name: getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)()
+                                                 for name, p in network.named_parameters()})
+        whole, split = results
         for name, value in whole.items():
             scale = value.abs().max()
-            assert scale > 0 and (cut[name] - value).abs().max() <= 1e-5 * scale, (family, name)
+            assert scale > 0 and (split[name] - value).abs().max() <= 1e-5 * scale, (family, name)
         print(family, "agrees")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_every_family_that_can_be_cut_computes_what_it_does_whole():
-    for said in together(list(FAMILIES), processes=2, program=agree):
-        assert said.count("agrees") == len(FAMILIES)
+def test_every_family_computes_the_same_with_split_matrices():
+    for output in together(list(FAMILIES), processes=2, program=compare_families):
+        assert output.count("agrees") == len(FAMILIES)

@@ -1,4 +1,4 @@
-"""Plans on torch against arithmetic by hand, networks that transformers and bitsandbytes load, and this processor."""
+"""Plans on torch equal manual arithmetic, networks of transformers and bitsandbytes, and measurements on this CPU."""
 
 import json
 from dataclasses import replace
@@ -27,14 +27,14 @@ FEW_ROWS = {"clm": "demo/corpus/val.txt", "mlm": "demo/corpus/val.txt", "sft_qlo
 LAYERS, WIDTH, INNER, HEADS, LENGTH, ROWS = 2, 32, 48, 4, 16, 2
 CONFIG = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
           "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH}
-EXPERTS, TAKEN = 4, 2
-MIXTRAL = {**CONFIG, "model_type": "mixtral", "num_local_experts": EXPERTS, "num_experts_per_tok": TAKEN}
+EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+MIXTRAL = {**CONFIG, "model_type": "mixtral", "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
 MATRICES = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
 NORMS = (2 * LAYERS + 1) * WIDTH
 
 
 @pytest.fixture
-def planner(tokenizer_folder):
+def make_planner(tokenizer_folder):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     batch = {name: torch.ones(1, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
 
@@ -60,160 +60,162 @@ def vocabulary(tokenizer_folder):
 
 
 def count_flops(vocabulary):
-    """Of a micro-batch: six products' worth for each weight; of attention two forward, five backward."""
+    """Return the operations of a micro-batch: six per weight; attention has two products forward, five backward."""
     return 6 * (MATRICES + vocabulary * WIDTH) * ROWS * LENGTH + 14 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
 
 
-def test_a_device_alone_by_hand(planner, vocabulary):
-    made = planner()
-    found = made.plan(made.recipe())
+def test_the_plan_of_a_single_device_equals_manual_arithmetic(make_planner, vocabulary):
+    planner = make_planner()
+    plan = planner.plan(planner.recipe())
     params = 4 * (MATRICES + 2 * vocabulary * WIDTH + NORMS)
-    steps = 4 * (9 * LAYERS + 3)  # one number of each tensor's
-    assert found.memory["parameters"] == pytest.approx(params, abs=100)  # rope's frequencies
-    assert found.memory["optimiser state"] == 2 * params + steps
-    assert found.memory["gradients"] == 4 * vocabulary * WIDTH  # the forward pass ends with the head's
-    assert found.flops == count_flops(vocabulary)
-    assert found.traffic == {} and found.num_tokens == ROWS * LENGTH and found.counted == found.source == "simulated"
-    assert made.length.num_steps(ROWS, 1) == 12 * 2  # epochs
+    steps = 4 * (9 * LAYERS + 3)  # one number per tensor
+    assert plan.memory["parameters"] == pytest.approx(params, abs=100)  # rope's frequencies
+    assert plan.memory["optimiser state"] == 2 * params + steps
+    assert plan.memory["gradients"] == 4 * vocabulary * WIDTH  # that of the head, at the end of the forward pass
+    assert plan.flops == count_flops(vocabulary)
+    assert plan.traffic == {} and plan.num_tokens == ROWS * LENGTH and plan.counted == plan.source == "simulated"
+    assert planner.length.num_steps(ROWS, 1) == 12 * 2  # epochs
 
 
-def test_experts_by_hand(planner, vocabulary):
-    """A token passes those that it takes, and the memory is that of all."""
-    made = planner(config=MIXTRAL)
-    found = made.plan(made.recipe())
-    outside, each, router = LAYERS * 4 * WIDTH * WIDTH, LAYERS * 3 * WIDTH * INNER, LAYERS * WIDTH * EXPERTS
-    params = 4 * (outside + EXPERTS * each + router + 2 * vocabulary * WIDTH + NORMS)
-    assert found.memory["parameters"] == pytest.approx(params, abs=100)
-    load = LAYERS * EXPERTS  # of each token: two sums over tokens that tell how evenly experts are taken, a gradient
-    assert found.flops == count_flops(vocabulary) + 6 * ((TAKEN - 1) * each + router + load) * ROWS * LENGTH
-    assert any(f"{TAKEN} of {EXPERTS} experts" in note for note in found.notes)
+def test_the_plan_of_experts_equals_manual_arithmetic(make_planner, vocabulary):
+    """Operations count the experts per token, memory counts all experts."""
+    planner = make_planner(config=MIXTRAL)
+    plan = planner.plan(planner.recipe())
+    outside, expert, router = LAYERS * 4 * WIDTH * WIDTH, LAYERS * 3 * WIDTH * INNER, LAYERS * WIDTH * EXPERTS
+    params = 4 * (outside + EXPERTS * expert + router + 2 * vocabulary * WIDTH + NORMS)
+    assert plan.memory["parameters"] == pytest.approx(params, abs=100)
+    load = LAYERS * EXPERTS  # per token: two sums and a gradient of the load-balancing loss
+    added = (EXPERTS_PER_TOKEN - 1) * expert + router + load
+    assert plan.flops == count_flops(vocabulary) + 6 * added * ROWS * LENGTH
+    assert any(f"{EXPERTS_PER_TOKEN} of {EXPERTS} experts" in note for note in plan.notes)
 
 
-def test_micro_batches_add_up_and_checkpointing_computes_blocks_again(planner, vocabulary):
-    made = planner(accumulated=5)
-    found = made.plan(replace(made.recipe(), checkpointing=True))
+def test_micro_batches_add_up_and_checkpointing_recomputes_blocks(make_planner, vocabulary):
+    planner = make_planner(accumulated=5)
+    plan = planner.plan(replace(planner.recipe(), checkpointing=True))
     inputs = 4 * ROWS * LENGTH * WIDTH  # of a block
-    assert LAYERS * inputs < found.memory["activations"] < (LAYERS + 6) * inputs + 4 * vocabulary * WIDTH
-    last = LAYERS * WIDTH * INNER  # a block's last product leaves nothing that its backward pass would need
-    again = 2 * (MATRICES - last) * ROWS * LENGTH + 4 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
-    assert found.flops == 5 * (count_flops(vocabulary) + again) and found.num_tokens == 5 * ROWS * LENGTH
+    assert LAYERS * inputs < plan.memory["activations"] < (LAYERS + 6) * inputs + 4 * vocabulary * WIDTH
+    last = LAYERS * WIDTH * INNER  # the backward pass does not need the output of a block's last product
+    recomputed = 2 * (MATRICES - last) * ROWS * LENGTH + 4 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
+    assert plan.flops == 5 * (count_flops(vocabulary) + recomputed) and plan.num_tokens == 5 * ROWS * LENGTH
 
 
-def test_the_baseline_of_a_step_is_computed_for_each_of_its_micro_batches(planner):
+def test_the_kto_baseline_is_computed_for_each_micro_batch(make_planner):
     answers = {name: torch.ones(1, 2, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
-    one, five = (planner(task=Preference, batch=answers | {"desirable": torch.ones(1)}, loss="kto", accumulated=number)
-                 for number in (1, 5))
+    batch = answers | {"desirable": torch.ones(1)}
+    one, five = (make_planner(task=Preference, batch=batch, loss="kto", accumulated=count) for count in (1, 5))
     assert five.plan(five.recipe()).flops == 5 * one.plan(one.recipe()).flops > 0
 
 
-def test_replicas_add_up_their_gradients(planner, vocabulary):
-    made = planner(on="8xL4", strategy="ddp")
-    found, size = made.plan(made.recipe()), 4 * (MATRICES + 2 * vocabulary * WIDTH + NORMS)
-    assert found.traffic == {"all-reduce": Traffic(1, size, 8)} and found.memory["buckets of gradients"] == size
+def test_the_plan_of_ddp_has_an_all_reduce_of_gradients(make_planner, vocabulary):
+    planner = make_planner(on="8xL4", strategy="ddp")
+    plan, size = planner.plan(planner.recipe()), 4 * (MATRICES + 2 * vocabulary * WIDTH + NORMS)
+    assert plan.traffic == {"all-reduce": Traffic(1, size, 8)} and plan.memory["buckets of gradients"] == size
 
 
 @pytest.mark.parametrize("megabytes", [[64, 0.1, 16, 16, 30, 0.5], [0.5], [2] * 40, [0.9] * 5 + [100, 1]])
-def test_buckets_are_those_of_torch(megabytes):
+def test_gradient_buckets_equal_torch(megabytes):
     tensors = [torch.empty(int(size * 2**18), device="meta") for size in megabytes]
-    found, _ = torch.distributed._compute_bucket_assignment_by_size(tensors[::-1], list(BUCKETS))
-    assert num_buckets([tensor.nbytes for tensor in tensors]) == len(found)
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors[::-1], list(BUCKETS))
+    assert num_buckets([tensor.nbytes for tensor in tensors]) == len(buckets)
 
 
-def sharded(params):
-    """Bytes of what one of eight holds, and of all together with what evens out the parts."""
+def compute_shard_bytes(params):
+    """Return the bytes of one of eight shards, and of all shards with padding."""
     rows = [(-(-shape[0] // 8), shape[1:].numel()) for shape in (param.shape for param in params)]
-    part = sum(size * count * 4 for size, count in rows)
-    return part, 8 * part
+    shard = sum(size * count * 4 for size, count in rows)
+    return shard, 8 * shard
 
 
 @pytest.mark.parametrize("config", [CONFIG, MIXTRAL], ids=["llama", "mixtral"])
-def test_shards_by_hand(planner, config):
-    """Every block and the rest is gathered forward and backward, and its gradient scattered once."""
-    made = planner(on="8xH100", strategy=FSDP2(), config=config)
-    found = made.plan(made.recipe())
+def test_the_plan_of_fsdp_equals_manual_arithmetic(make_planner, config):
+    """Every block and the remainder is gathered forward and backward, and its gradient scattered once."""
+    planner = make_planner(on="8xH100", strategy=FSDP2(), config=config)
+    plan = planner.plan(planner.recipe())
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=len(made.data.tokenizer)))
-    part, whole = sharded(list(network.parameters()))
-    assert found.memory["parameters"] == pytest.approx(part, abs=300)  # rope's frequencies, of every block
-    assert found.memory["optimiser state"] == pytest.approx(2 * part, abs=4 * (9 * LAYERS + 3))
-    assert any("4 on 8 devices" in note for note in found.notes) == (config is MIXTRAL)
+        network = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config, vocab_size=len(planner.data.tokenizer)))
+    shard, whole = compute_shard_bytes(list(network.parameters()))
+    assert plan.memory["parameters"] == pytest.approx(shard, abs=300)  # rope's frequencies, in every block
+    assert plan.memory["optimiser state"] == pytest.approx(2 * shard, abs=4 * (9 * LAYERS + 3))
+    assert any("4 on 8 devices" in note for note in plan.notes) == (config is MIXTRAL)
     groups = LAYERS + 1
-    assert found.traffic["all-gather"] == Traffic(2 * groups, 2 * whole, 8)
-    assert found.traffic["reduce-scatter"] == Traffic(groups, whole, 8)
+    assert plan.traffic["all-gather"] == Traffic(2 * groups, 2 * whole, 8)
+    assert plan.traffic["reduce-scatter"] == Traffic(groups, whole, 8)
 
 
-def test_shared_matrices_by_hand(planner, vocabulary):
-    """Outputs of attention and MLP are added up over the two, and so is the gradient of each matrix's inputs."""
-    made = planner(on="8xH100", strategy=FSDP2(tensor_parallel_size=2))
-    found = made.plan(made.recipe())
-    blocks, rest = 4 * (MATRICES // 2 + 2 * LAYERS * WIDTH), 4 * (2 * vocabulary * WIDTH + WIDTH)
-    added = 4 * ROWS * LENGTH * WIDTH
-    traffic = {"all-gather of 4": Traffic(2 * LAYERS, 2 * blocks, 4, 7), "all-gather": Traffic(2, 2 * rest, 8),
-               "reduce-scatter of 4": Traffic(LAYERS, blocks, 4, 7), "reduce-scatter": Traffic(1, rest, 8),
-               "all-reduce of 2": Traffic(7 * LAYERS, 7 * LAYERS * added, 2)}
-    assert found.traffic == {**traffic, "all-reduce": found.traffic["all-reduce"]}  # of the gradient's norm
+def test_the_plan_of_tensor_parallelism_equals_manual_arithmetic(make_planner, vocabulary):
+    """Outputs of attention and MLP and gradients of matrix inputs are summed over both processes."""
+    planner = make_planner(on="8xH100", strategy=FSDP2(tensor_parallel_size=2))
+    plan = planner.plan(planner.recipe())
+    blocks, remainder = 4 * (MATRICES // 2 + 2 * LAYERS * WIDTH), 4 * (2 * vocabulary * WIDTH + WIDTH)
+    output_bytes = 4 * ROWS * LENGTH * WIDTH
+    traffic = {"all-gather of 4": Traffic(2 * LAYERS, 2 * blocks, 4, 7), "all-gather": Traffic(2, 2 * remainder, 8),
+               "reduce-scatter of 4": Traffic(LAYERS, blocks, 4, 7), "reduce-scatter": Traffic(1, remainder, 8),
+               "all-reduce of 2": Traffic(7 * LAYERS, 7 * LAYERS * output_bytes, 2)}
+    assert plan.traffic == {**traffic, "all-reduce": plan.traffic["all-reduce"]}  # for the gradient norm
     products = 6 * (MATRICES // 2 + vocabulary * WIDTH) * ROWS * LENGTH
-    assert found.flops == products + 7 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
-    assert (found.ranks, found.num_tokens) == (4, 4 * ROWS * LENGTH)
+    assert plan.flops == products + 7 * ROWS * LAYERS * LENGTH * LENGTH * WIDTH
+    assert (plan.ranks, plan.num_tokens) == (4, 4 * ROWS * LENGTH)
 
 
-def test_cut_rows_by_hand(planner, vocabulary):
-    """Keys and values are gathered forward and backward, and their gradients added up in float32."""
-    made = planner(on="8xH100", strategy=FSDP2(context_parallel_size=2))
-    found, whole = made.plan(made.recipe()), planner(on="8xH100", strategy=FSDP2())
+def test_the_plan_of_context_parallelism_equals_manual_arithmetic(make_planner, vocabulary):
+    """Keys and values are gathered forward and backward, and their gradients summed in float32."""
+    planner = make_planner(on="8xH100", strategy=FSDP2(context_parallel_size=2))
+    plan, plain_planner = planner.plan(planner.recipe()), make_planner(on="8xH100", strategy=FSDP2())
     size = 4 * 2 * ROWS * LENGTH * WIDTH
-    others = {kind: known for kind, known in found.traffic.items() if kind.endswith(" of 2")}
-    assert others == {"all-gather of 2": Traffic(2 * LAYERS, 2 * LAYERS * size, 2),
-                      "reduce-scatter of 2": Traffic(LAYERS, LAYERS * size, 2)}
-    assert found.traffic["all-gather"] == whole.plan(whole.recipe()).traffic["all-gather"]
-    quarter = LENGTH // 4  # of a row; a process has the first and the last, which see themselves and all
+    context_traffic = {operation: traffic for operation, traffic in plan.traffic.items() if operation.endswith(" of 2")}
+    assert context_traffic == {"all-gather of 2": Traffic(2 * LAYERS, 2 * LAYERS * size, 2),
+                               "reduce-scatter of 2": Traffic(LAYERS, LAYERS * size, 2)}
+    assert plan.traffic["all-gather"] == plain_planner.plan(plain_planner.recipe()).traffic["all-gather"]
+    quarter = LENGTH // 4  # of a row; the process counted here has the first and the last quarter
     pairs = quarter * quarter + quarter * LENGTH
     products = 6 * (MATRICES + vocabulary * WIDTH) * ROWS * LENGTH // 2
-    assert found.flops == products + 18 * ROWS * LAYERS * pairs * WIDTH  # scores forward, again, and backward
-    assert (found.ranks, found.num_tokens) == (4, 4 * ROWS * LENGTH)
+    assert plan.flops == products + 18 * ROWS * LAYERS * pairs * WIDTH  # scores forward, recomputed, and backward
+    assert (plan.ranks, plan.num_tokens) == (4, 4 * ROWS * LENGTH)
 
 
-def test_a_packed_base_takes_what_bitsandbytes_loads(planner, llama_folder):
+def test_a_quantised_base_takes_the_memory_that_bitsandbytes_uses(make_planner, llama_folder):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     network = AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=quantization, dtype=torch.float32,
                                                    device_map={"": "cpu"})
     packed = [module for module in network.modules() if hasattr(module, "quant_state")]
-    scales = sum(each.nbytes for module in packed for each in (
+    scales = sum(tensor.nbytes for module in packed for tensor in (
         module.quant_state.absmax, module.quant_state.state2.absmax))
     size = sum(param.nbytes for param in network.parameters()) + scales
     rank = 4
     adapter = 4 * rank * sum(module.in_features + module.out_features for module in packed)
-    made = planner(pretrained=str(llama_folder), quantize="nf4", lora=LoRA(rank=rank), accumulated=2)
-    found = made.plan(made.recipe())
-    # each layer's own tables of 16 values, one of 256
+    planner = make_planner(pretrained=str(llama_folder), quantize="nf4", lora=LoRA(rank=rank), accumulated=2)
+    plan = planner.plan(planner.recipe())
+    # tables of each layer, with 16 and 256 values
     tables = len(packed) * (16 * 4 + 256 * 4 + 4)
-    assert size + adapter <= found.memory["parameters"] <= size + adapter + tables + 200
-    assert found.memory["gradients"] == adapter
+    assert size + adapter <= plan.memory["parameters"] <= size + adapter + tables + 200
+    assert plan.memory["gradients"] == adapter
 
 
-@pytest.mark.parametrize(("window", "needed"), [(None, False), (LENGTH, True)])
-def test_full_rows_take_the_masks_that_they_need(window, needed):
-    """As with values, by which transformers sees that nothing is padded; a window needs its mask all the same."""
-    seen, ids = [], torch.ones(2, LENGTH, dtype=torch.long)
-    kind = {"model_type": "mistral", "sliding_window": window, "vocab_size": 8}
+@pytest.mark.parametrize(("window", "is_needed"), [(None, False), (LENGTH, True)])
+def test_rows_of_full_length_use_a_mask_only_with_a_window(window, is_needed):
+    """As with real values, from which transformers sees that no row is padded. A sliding window needs its mask."""
+    masks, ids = [], torch.ones(2, LENGTH, dtype=torch.long)
+    fields = {"model_type": "mistral", "sliding_window": window, "vocab_size": 8}
     with without_values():
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | kind), attn_implementation="sdpa")
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | fields), attn_implementation="sdpa")
         network.model.layers[0].self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+            lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
         network(ids, attention_mask=torch.ones_like(ids))
         skip_masks_of_full_rows(network)
         network(ids, attention_mask=torch.ones_like(ids))
-    assert seen[0] is not None and (seen[1] is not None) is needed
-    assert not needed or seen[1].shape == seen[0].shape
+    assert masks[0] is not None and (masks[1] is not None) is is_needed
+    assert not is_needed or masks[1].shape == masks[0].shape
 
 
-def test_a_module_that_trains_in_full_is_planned(planner, llama_folder):
-    """Next to an adapter of which only shapes matter; its copy counts once among what trains."""
-    made = planner(pretrained=str(llama_folder), lora=LoRA(rank=4, modules_to_save=["lm_head"]))
-    plain = planner(pretrained=str(llama_folder), lora=LoRA(rank=4))
-    head = 4 * len(made.data.tokenizer) * AutoConfig.from_pretrained(llama_folder).hidden_size
-    found, without = (each.plan(each.recipe()) for each in (made, plain))
-    assert found.memory["optimiser state"] == pytest.approx(without.memory["optimiser state"] + 2 * head, abs=8)
+def test_the_plan_includes_modules_to_save(make_planner, llama_folder):
+    """Next to an adapter; the trained copy of a module counts once."""
+    planner = make_planner(pretrained=str(llama_folder), lora=LoRA(rank=4, modules_to_save=["lm_head"]))
+    plain_planner = make_planner(pretrained=str(llama_folder), lora=LoRA(rank=4))
+    head = 4 * len(planner.data.tokenizer) * AutoConfig.from_pretrained(llama_folder).hidden_size
+    plan, plain_plan = (variant_planner.plan(variant_planner.recipe()) for variant_planner in (planner, plain_planner))
+    assert plan.memory["optimiser state"] == pytest.approx(plain_plan.memory["optimiser state"] + 2 * head, abs=8)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -224,11 +226,11 @@ def test_a_module_that_trains_in_full_is_planned(planner, llama_folder):
     ({"quantize": "int8", "lora": LoRA()}, "model.quantize int8 cannot be planned"),
     ({"quantize": "nf4", "lora": LoRA(dora=True)}, "model.lora.dora with model.quantize cannot be planned"),
     ({"precision": "64-true"}, "trainer.precision 64-true cannot be planned")])
-def test_what_cannot_be_planned_is_named(planner, llama_folder, changes, message):
+def test_unsupported_plans_are_rejected_by_name(make_planner, llama_folder, changes, message):
     model = {"pretrained": str(llama_folder)} if "quantize" in changes else {}
     with pytest.raises(UserError, match=message):
-        made = planner(**model, **changes)
-        made.plan(made.recipe())
+        planner = make_planner(**model, **changes)
+        planner.plan(planner.recipe())
 
 
 @pytest.fixture
@@ -241,39 +243,39 @@ def experts_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_take_the_memory_that_is_planned(experts_folder):
-    """Of this machine's processor: the peak of a process that trains against the plan of the recipe."""
+def test_measured_memory_equals_the_plan(experts_folder):
+    """The peak memory of a process that trains on this CPU."""
     recipes = [["--config", f"configs/{name}.yaml", "--data.source", rows, "--data.batch_size", "4"]
                for name, rows in FEW_ROWS.items()]
     experts = [*recipes[0], "--model.config", "null", "--model.pretrained", experts_folder]
     adapted = ["--model.quantize", "nf4", "--model.lora.rank", "8", "--model.lora.target_parameters",
                "[experts.gate_up_proj, experts.down_proj]"]
     recipes += [experts, [*experts, *adapted]]
-    [said] = together([json.dumps(recipe) for recipe in recipes], program=compare)
-    pairs = [[int(size) for size in line.split()[1:]] for line in said.splitlines() if line.startswith("bytes")]
-    assert len(pairs) == len(recipes), said
-    for planned, taken in pairs:
-        assert planned == pytest.approx(taken, rel=0.05)
+    [output] = together([json.dumps(recipe) for recipe in recipes], program=compare)
+    pairs = [[int(size) for size in line.split()[1:]] for line in output.splitlines() if line.startswith("bytes")]
+    assert len(pairs) == len(recipes), output
+    for planned, measured in pairs:
+        assert planned == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(("columns", "wanted"), [
+@pytest.mark.parametrize(("columns", "expected"), [
     ({"input_ids": (4, 7), "labels": (4, 7)}, {"input_ids": (2, 64), "labels": (2, 64)}),
     ({"input_ids": (4, 7), "labels": (4,)}, {"input_ids": (2, 64), "labels": (2,)}),
-    ({"input_ids": (4, 7), "labels": (4, 3, "float")}, {"input_ids": (2, 64), "labels": (2, 3)}),  # several labels
+    ({"input_ids": (4, 7), "labels": (4, 3, "float")}, {"input_ids": (2, 64), "labels": (2, 3)}),  # multiple labels
     ({"input_ids": (4, 7), "loss_weights": (4, 7, "float")}, {"input_ids": (2, 64), "loss_weights": (2, 64)}),
     ({"input_ids": (4, 5, 7), "margin": (4, "float"), "reference_logps": (4, 5, "float")},
      {"input_ids": (2, 5, 64), "margin": (2,), "reference_logps": (2, 5)})])
-def test_a_planned_batch_is_of_full_length_where_a_column_is_of_tokens(columns, wanted):
-    """In both engines' plans, and in the memory that a run on JAX tells at its start."""
+def test_token_columns_of_a_planned_batch_have_full_length(columns, expected):
+    """In both engines' plans, and in the memory that a JAX run reports at its start."""
     example = {}
     for name, shape in columns.items():
         is_float = shape[-1] == "float"
         example[name] = torch.zeros(shape[:-1] if is_float else shape, dtype=torch.float32 if is_float else torch.int64)
     full = full_batch(example, 2, 64)
-    assert {name: tuple(x.shape) for name, x in full.items()} == wanted
+    assert {name: tuple(x.shape) for name, x in full.items()} == expected
     assert all(full[name].dtype == x.dtype for name, x in example.items())
     outlined = outline_batch({name: x.numpy() for name, x in example.items()}, 3, 2, 64)
-    assert {name: x.shape for name, x in outlined.items()} == {name: (3, *shape) for name, shape in wanted.items()}
+    assert {name: x.shape for name, x in outlined.items()} == {name: (3, *shape) for name, shape in expected.items()}
     batch = {name: jnp.asarray(x.numpy())[None, :2] for name, x in example.items()}
     assert {name: x.shape for name, x in full_length(batch, 64).items()} == {
-        name: (1, *shape) for name, shape in wanted.items()}
+        name: (1, *shape) for name, shape in expected.items()}
