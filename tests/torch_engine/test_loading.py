@@ -3,7 +3,6 @@
 import shutil
 from types import SimpleNamespace
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from peft import PeftModel
@@ -251,11 +250,6 @@ def test_all_linear_adapts_conv1d_layers():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=32))
     model = lora.add_lora(model, LoRA(rank=2), [], torch.float32)
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4
-
-
-def test_8bit_layers_are_those_of_bitsandbytes(llama_folder):
-    model = load(llama_folder, quantize="int8", frozen=True)
-    assert isinstance(model.model.layers[0].self_attn.q_proj, bnb.nn.Linear8bitLt)
 
 
 @pytest.mark.parametrize("overrides", [

@@ -107,8 +107,8 @@ def test_chunked_log_probabilities_and_gradients_equal_full_logits(head, monkeyp
     def whole(layer):
         x = hidden.detach().to(layer.weight.dtype).requires_grad_()
         logits = layer(x) if head == "matrix" else 3 * torch.tanh(layer(x) / 3)
-        exact_logps = F.log_softmax(logits, -1)[torch.arange(23), targets]
-        return exact_logps, torch.autograd.grad((exact_logps * coefficients).sum(), [x, layer.weight])
+        logps_by_autograd = F.log_softmax(logits, -1)[torch.arange(23), targets]
+        return logps_by_autograd, torch.autograd.grad((logps_by_autograd * coefficients).sum(), [x, layer.weight])
 
     (expected, expected_grads), (exact, exact_grads) = in_both(whole, layer)
     logps = token_log_probs(hidden, targets, Head(), [layer.weight], 40, head == "plain")
