@@ -109,7 +109,8 @@ class Splits:
     def _drop_duplicates(self, rows: RowSet, is_first: bool) -> RowSet:
         """Return the training rows without duplicates, and add the duplicates to `left_out`."""
         duplicates = self._find_duplicates(rows, is_first)
-        for index, original, is_near in zip(*(column.tolist() for column in duplicates), strict=True):
+        for index, original, is_near in zip(duplicates.rows.tolist(), duplicates.of.tolist(), duplicates.near.tolist(),
+                                            strict=True):
             report = self.left_out.setdefault(rows.store_of(index).name, {"dropped": {}})
             reason = f"{'nearly ' if is_near else ''}the same as an earlier row"
             entry = report["dropped"].setdefault(reason, {"rows": 0, "first": []})

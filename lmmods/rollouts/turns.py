@@ -150,14 +150,14 @@ def read_environment_facts(task: GRPOFields) -> dict[str, Any]:
     """
     names = [reward.name for reward in read_rewards(task.rewards or [])]
     with Environments(task.environment, task.reward_timeout, 1) as environments:
-        tools, gives_reward = environments.read_facts()
-    if not (names or gives_reward):
+        facts = environments.read_facts()
+    if not (names or facts.gives_reward):
         raise UserError(f"{KEY}: {task.environment} has no method {SCORE}, and model.rewards is empty. Set a reward, "
                         "for example [{name: exact_match}].")
-    if gives_reward and ENVIRONMENT in names:
+    if facts.gives_reward and ENVIRONMENT in names:
         raise UserError(f"model.rewards[{names.index(ENVIRONMENT)}] is named {ENVIRONMENT}, like the reward of the "
                         "environment. Set its key label to another name.")
-    return {"tools": tools, "is_scored_by_environment": gives_reward}
+    return {"tools": facts.tools, "is_scored_by_environment": facts.gives_reward}
 
 
 class Turns:

@@ -181,8 +181,8 @@ def test_added_template_marks_are_matched_only_in_the_template(byte_level, tmp_p
 
 def test_a_word_that_a_template_does_not_contain_is_one_token_in_text(byte_level, tmp_path):
     row = json.dumps({"instruction": "Take the tool.", "output": "tool"})
-    data = rows_of(SFTData, tmp_path / "a.jsonl", row, byte_level, template="alpaca", max_length=400,
-                   add_tokens=["tool"])
+    data = build(SFTData, tmp_path / "a.jsonl", row, byte_level, template="alpaca", max_length=400,
+                 add_tokens=["tool"])
     assert data.rows("train")[0]["input_ids"].tolist().count(data.tokenizer.convert_tokens_to_ids("tool")) == 2
 
 

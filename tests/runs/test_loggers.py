@@ -282,5 +282,6 @@ def test_logger_names_are_looked_up_in_one_file_only():
 def test_a_logger_is_recognised_by_its_class_name_with_any_prefix(name):
     support = find_support(name)
     assert support is import_module(LOGGERS[name]).SUPPORT
-    assert find_support(f"somewhere.My{name}") is support and find_support(f"lightning.pytorch.loggers.{name}") is support
+    assert find_support(f"somewhere.My{name}") is support
+    assert find_support(f"lightning.pytorch.loggers.{name}") is support
     assert type(find_support(f"{name}Wrapper")) is LoggerSupport
