@@ -249,7 +249,7 @@ def test_a_missing_tokenizer_or_end_token_can_be_set_by_an_option(new_recipe, ll
 
     bare = shutil.copytree(llama_folder, tmp_path / "bare", ignore=lambda _, names: [
         name for name in names if "token" in name and "config" not in name or name == "tokenizer_config.json"])
-    assert "set --tokenizer to a folder" in new_recipe(bare, ALPACA)
+    assert "Set --tokenizer to a folder" in new_recipe(bare, ALPACA)
     _, recipe = new_recipe(bare, ALPACA, "--tokenizer", str(llama_folder))
     assert recipe["data"]["init_args"]["tokenizer"] == str(llama_folder)
     inspect_recipe(capsys)

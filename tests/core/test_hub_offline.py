@@ -151,9 +151,9 @@ def test_missing_weights_in_the_cache_are_reported(refused, engine, tmp_path, ll
 
             load_pretrained(transformers.AutoModelForCausalLM, "thing")
         else:
-            from jax_engine.models.loading import _local
+            from jax_engine.models.loading import _download
 
-            _local("thing", None)
+            _download("thing", None)
 
 
 def test_an_error_names_the_variable_that_set_the_hub_offline(online, monkeypatch, capsys):

@@ -432,4 +432,4 @@ def test_help_of_an_unknown_key_is_an_error(capsys):
         "error: --help model.lora.rnk: unknown key. Did you mean model.lora.rank?\n")
     assert main(["fit", "--help", "xyzzy"]) == 2
     assert capsys.readouterr().err == (
-        "error: --help xyzzy: unknown key. --help alone lists all.\n")
+        "error: --help xyzzy: unknown key. --help alone lists all keys.\n")

@@ -210,7 +210,7 @@ def test_gpu_indices_without_gpus_are_rejected(recipe, capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert_error(capsys, ["inspect", *recipe(trainer__accelerator="auto", trainer__devices=[3, 4])],
-                 r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds none")
+                 r"trainer\.devices is \[3, 4\], indices of GPUs, but torch finds no GPU on this machine")
 
 
 def test_a_plan_needs_no_accelerator_of_this_machine(recipe):

@@ -187,7 +187,7 @@ def find_differences(actual: list[dict], expected: list[dict]) -> list[str]:
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[] if seed < NUM_QUICK else pytest.mark.slow)
                                   for seed in range(NUM_TRIALS)])
-def test_a_rngrecipe_trains_equally_with_any_split_and_engine(recipe, material, tmp_path, monkeypatch, seed):
+def test_a_random_recipe_trains_equally_with_any_split_and_engine(recipe, material, tmp_path, monkeypatch, seed):
     monkeypatch.setenv("LMMODS_CACHE", str(tmp_path / "cache"))
     trial = sample_trial(seed)
     first_split, second_split = trial["splits"]
