@@ -258,7 +258,7 @@ def test_a_missing_tokenizer_or_end_token_can_be_set_by_an_option(new_recipe, ll
         if (path := endless / name).exists():
             path.write_text(path.read_text().replace("</s>", "<end>").replace('"eos_token"', '"left_out"'))
     texts = [{"text": "a b c d " * 9}] * 30
-    assert "set --eos_token" in new_recipe(endless, texts, "--overwrite", "true")
+    assert "Set --eos_token" in new_recipe(endless, texts, "--overwrite", "true")
     _, recipe = new_recipe(endless, texts, "--eos_token", "<end>", "--overwrite", "true")
     assert recipe["data"]["init_args"]["eos_token"] == "<end>"
     inspect_recipe(capsys)
