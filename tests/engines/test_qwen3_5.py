@@ -46,7 +46,7 @@ def test_packing_trains_on_jax_only(recipe, tmp_path, base, capsys):
     assert main(["fit", *arguments]) == 0
     capsys.readouterr()
     assert main(["fit", *arguments, "--engine", "torch", "--overwrite", "true"]) == 2
-    assert "data.packing: in this architecture documents packed" in capsys.readouterr().err
+    assert "data.packing: in this architecture, documents packed" in capsys.readouterr().err
     adapter = str(tmp_path / "run" / "model")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     adapted = {name for name, _ in model.named_modules() if name.endswith("lora_B.default")}
