@@ -219,7 +219,7 @@ def test_the_plan_includes_modules_to_save(make_planner, llama_folder):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"on": "v5e-8"}, "no TPU.*--engine jax"),
+    ({"on": "v5e-8"}, "does not support TPUs.*--engine jax"),
     ({"strategy": DeepSpeed()}, "trainer.strategy DeepSpeed cannot be planned"),
     ({"strategy": FSDP2(context_parallel_size=3), "on": "8xH100"}, "context_parallel_size 3 must divide the number"),
     ({"strategy": FSDP2(tensor_parallel_size=2)}, "tensor_parallel_size 2 must divide the number"),
