@@ -512,10 +512,10 @@ def test_a_misspelt_key_is_an_error(recipe, capsys):
 
 def test_the_demo_file_is_what_its_generator_writes(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "demo")
-    from questions import questions as generated
+    from questions import make_questions
 
     rows = [json.loads(line) for line in (ROOT / "demo" / "mmlu.jsonl").read_text().splitlines()]
-    assert generated() == rows and len(rows) == 40
+    assert make_questions() == rows and len(rows) == 40
     for row in rows:
         choices = [line[3:] for line in row["input"].split("\n") if line[1:3] == ". "]
         assert len(set(choices)) == 4

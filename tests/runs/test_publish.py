@@ -124,7 +124,7 @@ def test_benchmark_scores_are_uploaded_with_the_model(recipe, folder, hub, capsy
     folder.merge_metrics({"eval/mine/acc": 0.5})  # as the command evaluate does
     assert read_scores(folder)["other--bench.yaml"] == [("other/bench", None, "mine", 0.5, None)]
     capsys.readouterr()
-    assert main(["verify", str(folder.root)]) == 0 and "of no run" not in capsys.readouterr().out
+    assert main(["verify", str(folder.root)]) == 0 and "not written by the run" not in capsys.readouterr().out
 
 
 def test_every_checkpoint_is_uploaded_and_training_keeps_its_bits(recipe, folder, hub, tmp_path, wait_for_uploads):

@@ -402,7 +402,7 @@ def test_resumed_full_fine_tuning_equals_an_uninterrupted_run(fit):
     ({"model__init_args__loss": "dpo"}, "its name here is sigmoid"),
     ({"model__init_args__loss": "simpo", "model__init_args__reference": "copy"}, "has no reference"),
     ({"model__init_args__lora": None, "model__init_args__quantize": None, "model__init_args__reference": "base"},
-     "without an adapter"), ({"data__class_path": "SFTData"}, "set it to PreferenceData")])
+     "without an adapter"), ({"data__class_path": "SFTData"}, "Set it to PreferenceData")])
 def test_invalid_combinations_are_rejected(recipe, pairs, capsys, changes, message):
     assert main(["fit", *recipe(**{
         "model__class_path": "Preference", "data__class_path": "PreferenceData", "data__init_args__source": pairs,
