@@ -222,7 +222,7 @@ def test_a_rollout_server_samples_with_the_weights_of_each_rollout(write_recipe,
     straight, arguments = write_recipe("dapo", "straight", engine=engine, **served)
     assert main(["fit", *arguments]) == 0
     assert not sampling_server.adapters and not (straight.root / ".rollouts").exists()
-    loaded = [body["lora_path"] for path, body in sampling_server.seen if path == "/v1/load_lora_adapter"]
+    loaded = [body["lora_path"] for path, body in sampling_server.requests if path == "/v1/load_lora_adapter"]
     # Four rollouts and the final validation, from two folders in turn.
     assert [Path(path).name for path in loaded] == ["0", "1", "0", "1", "0"]
     assert {Path(path).parent.name for path in loaded} == {".rollouts"}
