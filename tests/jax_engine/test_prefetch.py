@@ -54,7 +54,7 @@ def make_training_loader():
     def order_of(epoch, rule):
         return training_order(LENGTHS, B, [7, epoch], rule)
 
-    return StatefulLoader(Rows(), order_of, make_collator(), Shard(), B, Widths(LENGTHS, make_collator().padded))
+    return StatefulLoader(Rows(), order_of, make_collator(), Shard(), B, Widths(LENGTHS, make_collator().pad_length))
 
 
 def make_replicas():
@@ -96,7 +96,7 @@ def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
         def order_of(epoch, rule):
             return training_order(LENGTHS, B, [7, epoch], rule).shifted(epoch * len(LENGTHS))
 
-        loader = StatefulLoader(read, order_of, make_collator(), shard, B, Widths(LENGTHS, make_collator().padded))
+        loader = StatefulLoader(read, order_of, make_collator(), shard, B, Widths(LENGTHS, make_collator().pad_length))
         loader.load_state_dict({"epoch": 2, "rows": skipped * B, "batch_size": B, "num_rows": len(LENGTHS)})
         return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
 
@@ -113,7 +113,7 @@ def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
 
 def test_wrong_lengths_of_rows_are_an_error():
     loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), make_collator(), Shard(fed=((0,), 2)),
-                              Widths(LENGTHS - 2, make_collator().padded))
+                              Widths(LENGTHS - 2, make_collator().pad_length))
     with pytest.raises(RuntimeError, match="padded to .* tokens, but its lengths give"):
         list(loader)
 
@@ -235,4 +235,4 @@ def test_batches_are_padded_to_the_next_chosen_length(lengths, padded):
 def test_a_loader_reports_the_lengths_of_its_batches():
     loader = make_training_loader()
     lengths = [batch["input_ids"].shape[1] for batch in loader]
-    assert loader.lengths() == [*lengths, make_collator().padded(max(LENGTHS))]
+    assert loader.lengths() == [*lengths, make_collator().pad_length(max(LENGTHS))]
