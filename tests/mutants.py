@@ -135,8 +135,7 @@ MUTANTS = [
            'raise RuntimeError(f"{event} is not allowed in programs under test")', "return",
            "rollouts/test_cheating_programs.py"),
     Mutant("programs: they may write everywhere", "lmmods/rollouts/program_child.py",
-           "    libc.syscall(RESTRICT_SELF, rules, 0)\n", "",
-           "rollouts/test_cheating_programs.py rollouts/test_reward_processes.py"),
+           "    libc.syscall(RESTRICT_SELF, rules, 0)\n", "", "rollouts/test_cheating_programs.py"),
 ]
 
 
