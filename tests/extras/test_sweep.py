@@ -205,8 +205,8 @@ def in_process(monkeypatch, capfd):
     calls, replacements = [], {}
 
     @contextlib.contextmanager
-    def run_here(arguments, log, descriptors):
-        with pytest.raises(BlockingIOError), open(f"/dev/fd/{descriptors[0]}") as lock:  # a child's lock
+    def run_here(arguments, log, keeps):
+        with pytest.raises(BlockingIOError), open(f"/dev/fd/{keeps[0]}") as lock:  # a child's lock
             fcntl.flock(os.open(os.readlink(lock.name), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
         calls.append(arguments)
         status = replacements[len(calls)]() if len(calls) in replacements else main(arguments)
