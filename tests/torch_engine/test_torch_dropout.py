@@ -208,7 +208,7 @@ def test_dropout_that_depends_on_the_batch_is_reported(capsys):
     printed = capsys.readouterr().out
     model.config._attn_implementation_internal = "flash_attention_2"
     TokenDropout(model)
-    assert "flash_attention_2 makes its own attention masks" in capsys.readouterr().out
+    assert "flash_attention_2 makes its own dropout masks" in capsys.readouterr().out
     assert printed.count("transformer.drop has an input of shape [7, 11, 13]") == 1 == printed.count("no token_seeds")
 
 

@@ -73,7 +73,7 @@ class TokenDropout:
             if hasattr(module, "pos_dropout") and hasattr(module, "disentangled_attention_bias"):
                 self._disable_in_table(module)
         if attention_name(model) not in ATTENTION and has_rates(model.config, "att"):
-            self._report(f"Dropout: {attention_name(model)} makes its own attention masks, so they depend on how rows "
+            self._report(f"Dropout: {attention_name(model)} makes its own dropout masks, so they depend on how rows "
                          "are split into batches. Set model.attention to sdpa to avoid this.")
         model.token_dropout = self
 
@@ -154,7 +154,7 @@ class TokenDropout:
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-                ) -> Tensor:
+               ) -> Tensor:
         """Replace torch's `scaled_dot_product_attention`, which would make its own masks; same arguments."""
         dropout_p = 0.0 if self._is_off else dropout_p
         if not dropout_p or self._tokens is None:
