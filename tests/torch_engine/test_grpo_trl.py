@@ -27,7 +27,7 @@ TORCH = SimpleNamespace(exp=torch.exp, where=torch.where, stop_gradient=torch.Te
 GROUP, MAX_LENGTH = 4, 9
 REWARDS = [[0.0, 1.0, 0.5, 1.0], [2.0, 0.0, 0.0, 1.0]]
 METRICS = {"clip_ratio/low_mean": "clip_ratio/low", "clip_ratio/high_mean": "clip_ratio/high",
-           "cispo_clip_ratio": "clip_ratio/high", "kl": "kl"}  # names by TRL's names
+           "cispo_clip_ratio": "clip_ratio/high", "kl": "kl"}  # our names by TRL's names
 States = list[dict[str, torch.Tensor]]
 
 

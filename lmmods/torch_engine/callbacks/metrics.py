@@ -97,7 +97,7 @@ class Metrics(L.Callback):
 
     @staticmethod
     def _set_callback_metrics(module: L.LightningModule, metrics: dict[str, float]) -> None:
-        """Add metrics to Lightning's `callback_metrics`, for early stopping, checkpoint ranking and the bar."""
+        """Add metrics to Lightning's `callback_metrics`, for early stopping, checkpoint ranking and progress."""
         for name, value in metrics.items():
             module.log(name, value, logger=False, rank_zero_only=False)
 

@@ -77,7 +77,7 @@ class RunEvents(L.Callback):
         self._perform(self._events.inside_step(self._run_state(trainer)), trainer, module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Perform events that log metrics: later hooks may not log in Lightning."""
+        """Perform events that log metrics, which Lightning does not allow in later hooks."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._perform(self._events.in_validation(), trainer, module)
 

@@ -270,7 +270,7 @@ class _Block(NamedTuple):
         heads_per_key = query.shape[1] // key.shape[1]  # query heads per key head
         # Concatenate query heads that share a key head: no kernel supports both a mask and fewer key heads.
         mask = self._mask().repeat(1, 1, heads_per_key, 1)
-        # [B, heads, q, D] -> [B, key heads, sharers * q, D]: the queries of sharing heads follow each other.
+        # [B, heads, q, D] -> [B, key heads, heads_per_key * q, D], concatenated queries of these heads.
         mixed = F.scaled_dot_product_attention(query.unflatten(1, (-1, heads_per_key)).flatten(2, 3), key, value, mask,
                                                scale=scale)
         return mixed.unflatten(2, (heads_per_key, -1)).flatten(1, 2)  # back to [B, heads, q, D]

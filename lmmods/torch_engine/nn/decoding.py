@@ -378,7 +378,7 @@ class _Group:
         """Extend each beam by a token, given scores [B, S, V]; return how many beams chose each token, [B, V]."""
         # Enough candidates that S of them continue, even if every beam's top tokens are end tokens.
         num_candidates, was_open = self.size * max(2, 1 + len(self.eos)), self.is_open[:, None]
-        # [B, S, V] -> [B, S * V] -> [B, count]
+        # [B, S, V] -> [B, S * V] -> [B, num_candidates]
         scores, flat_indices = (self.scores[..., None] + log_probs).flatten(1).topk(num_candidates)
         parents, tokens = flat_indices // log_probs.shape[-1], flat_indices % log_probs.shape[-1]
         ids = torch.cat([self.ids.take_along_dim(parents[..., None], 1), tokens[..., None]], -1)

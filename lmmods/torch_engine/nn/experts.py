@@ -37,7 +37,7 @@ def router_probabilities(model: nn.Module, outputs: Any) -> list[Tensor]:
 
 def add_load(sums: LossSums, router_probabilities: list[Tensor], mixture: Mixture, real: Tensor, row_weights: Tensor,
              coefficient: float) -> LossSums:
-    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and `core.experts.METRICS`.
+    """Add the load-balancing loss of each row (DeepSeek-V3's sequence-wise form), and append `core.experts.METRICS`.
 
     For a row and layer the loss is E sum_e f_e P_e, with f_e the number of choices of expert e per token and P_e its
     mean probability; its mean over layers is weighted by the row's target tokens.
@@ -255,7 +255,7 @@ class _Sum(nn.Module):
 
 
 def _run_adapter(layer: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Forward of PEFT's adapter on a packed parameter.
+    """Run PEFT's adapter on a packed parameter.
 
     PEFT's forward (0.21) does not remove its sum from a parameter that is already parametrised.
     """

@@ -227,7 +227,7 @@ def from_config(make: Callable[[], nn.Module], seed: int, by_parts: bool = False
 
     Args:
         make: Builds it from a configuration.
-        by_parts: See `FirstWeights.start`.
+        by_parts: See `InitialWeights.start`.
     """
     with InitialWeights(seed) as weights:
         with skip_initial_weights():

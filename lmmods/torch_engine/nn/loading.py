@@ -71,7 +71,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         device: Device on which weights are quantised.
         max_memory: Spread the model over this machine's GPUs within these limits; see `placement`.
         seed: Seed of weights that the checkpoint lacks.
-        by_parts: Use placeholders, whose rows each process reads later; see `storage_dtype`.
+        by_parts: Use placeholders, whose rows each process reads later; see `stored`.
         abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
         before_quantising: Replaces the weight of a linear layer before it is quantised to 4 bits; see `quantising`.
         adapter: Folder of the adapter that is loaded next. Modules that it contains in full are not reported as random.

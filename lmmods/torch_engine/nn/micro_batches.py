@@ -32,7 +32,7 @@ class StepSums:
     metric_names: tuple[str, ...] = ()
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the metrics by name, without those of weight 0. Synchronises with the device."""
+        """Return the mean loss and other metrics by name, without those of weight 0. Synchronises with the device."""
         total, weight, num_tokens, num_rows, *sums, grad_norm = self.numbers.tolist()
         metrics = {name: value / count for name, value, count in zip(self.metric_names, sums[::2], sums[1::2],
                                                                      strict=True) if count}
@@ -80,7 +80,7 @@ def gather(parts: dict[int, Any], world_size: int) -> dict[int, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Chunks of a micro-batch make steps on a CPU faster and smaller.
+# Splitting a micro-batch into chunks saves time and memory on a CPU.
 #
 # Rows of similar length share a chunk, which is padded to its own longest row, and a chunk's activations fit the
 # processor's cache. Loss and gradient are the same sums in another order.

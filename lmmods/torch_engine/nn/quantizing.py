@@ -43,7 +43,7 @@ def quantize_4bit(weight: Tensor, blocksize: int, quant_type: str, quant_storage
         if start + len(scaled) < len(codes) <= start + CHUNK:  # the second half of the last byte
             scaled = torch.nn.functional.pad(scaled, (0, 1))
         _count_above(scaled, bounds, codes[start : start + len(scaled)])
-    if quant_type != "nf4":  # the codebook is not sorted
+    if quant_type != "nf4":  # other codebooks are not sorted
         codes = order.to(torch.uint8)[codes.int()]
     packed = (codes[::2] << 4 | codes[1::2]).view(quant_storage)
     return packed.unsqueeze(1), absmax

@@ -275,7 +275,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         return choose_chunk_tokens(self.piece_tokens, is_whole, self.device, hidden_size)
 
     def _count_rows(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the number of real tokens in rows with targets, and of these rows; others only fill up processes.
+        """Return the number of real tokens in rows with targets, and of these rows; filler rows do not count.
 
         Under context parallelism only the first process of a group counts, as all of them have the same rows.
         """

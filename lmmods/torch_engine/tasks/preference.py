@@ -84,7 +84,7 @@ class Preference(PreferenceFields, CausalModule):
         return self._weights(batch).sum()
 
     def _weights(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the weight of each row, [B] float32; 0 for rows that only fill up processes."""
+        """Return the weight of each row, [B] float32; 0 for filler rows."""
         weights = self.scored_rows(batch).float()
         return weights * batch["loss_weights"][:, 0, 0] if "loss_weights" in batch else weights
 
