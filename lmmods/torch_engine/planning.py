@@ -199,11 +199,11 @@ class Ledger(DispatchMode):
 
 def _select_all(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Replace boolean masks among the indices by integer indices of all elements, as if all were true."""
-    found: list[Tensor | None] = []
+    result: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
-        found += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim if is_mask else [index]
-    return found
+        result += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim if is_mask else [index]
+    return result
 
 
 BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
@@ -486,18 +486,18 @@ def _count(counts: Counts, num_batches: int) -> tuple[float, dict[str, Traffic]]
     """Return FLOPs and collectives of a step; the third and later of its `num_batches` cost as much as the second."""
     [(flops, traffic)] = counts["step"]
     more = num_batches - 2
-    for found in (counts["survey"], counts["backward"]) if more > 0 else ():
-        if not found:
+    for running in (counts["survey"], counts["backward"]) if more > 0 else ():
+        if not running:
             continue
-        (before, earlier), (after, later) = found  # the difference is the cost of the second micro-batch
+        (before, earlier), (after, later) = running  # the difference is the cost of the second micro-batch
         flops += more * (after - before)
         for kind, total in later.items():
             old = earlier.get(kind, Traffic(0, 0, 1))
             one = Traffic(total.count - old.count, total.num_bytes - old.num_bytes, total.group)
             traffic[kind] = traffic[kind].plus(one, more)
     largest = dict(sorted(traffic))  # largest group of each kind, as later keys overwrite earlier ones
-    return flops, {kind if group == largest[kind] else f"{kind} of {group}": found
-                   for (kind, group), found in traffic.items()}
+    return flops, {kind if group == largest[kind] else f"{kind} of {group}": totals
+                   for (kind, group), totals in traffic.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

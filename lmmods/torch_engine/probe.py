@@ -96,7 +96,7 @@ def _all_reduce(rank: int, port: int, errors: Any) -> None:
         dist.all_reduce(total)
         if total.item() != 2:
             raise ValueError(f"1 + 1 is {total.item()}")
-    except Exception as error:
+    except Exception as error:  # report any failure to the parent process
         errors.put(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from error
 

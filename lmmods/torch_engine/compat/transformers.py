@@ -196,32 +196,32 @@ def quantising(chosen: Callable[[str, Tensor], bool], from_mxfp4: bool,
         def convert(self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> dict[str, Any]:
             from bitsandbytes.nn import Params4bit
 
-            found, settings = {}, self.hf_quantizer.quantization_config
+            converted, settings = {}, self.hf_quantizer.quantization_config
             for name, value in input_dict.items():
                 value = value[0] if isinstance(value, list) else value
                 if before is not None and not chosen(name, model.get_parameter(name)):
                     value = before(model, name, value)
                 if isinstance(value, LazyArray):
-                    # A chosen parameter has no layer of its own; any other is the weight of a linear layer.
+                    # A chosen parameter has no layer; any other is the weight of a linear layer.
                     layer = None if chosen(name, model.get_parameter(name)) else model.get_submodule(
                         name.rpartition(".")[0])
                     if layer is not None:
                         layer._is_hf_initialized = True  # so that the layer is not initialised again
                         # Conv1D has [in, out]
                         value = value.transposed() if issubclass(layer.source_cls, Conv1D) else value
-                    found[name] = wait(value, layer, settings)
+                    converted[name] = wait(value, layer, settings)
                     if layer is None:
-                        states[name] = found[name].quant_state
+                        states[name] = converted[name].quant_state
                     continue
                 if not chosen(name, model.get_parameter(name)):
-                    found |= super().convert({name: value}, model=model, **kwargs)
+                    converted |= super().convert({name: value}, model=model, **kwargs)
                     continue
-                found[name] = Params4bit(
+                converted[name] = Params4bit(
                     value, requires_grad=False, quant_type=settings.bnb_4bit_quant_type,
                     compress_statistics=settings.bnb_4bit_use_double_quant,
                     quant_storage=settings.bnb_4bit_quant_storage).to(value.device)
-                states[name] = found[name].quant_state
-            return found
+                states[name] = converted[name].quant_state
+            return converted
 
     class Quantizer(AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]):
         def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:

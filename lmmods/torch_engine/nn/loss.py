@@ -133,14 +133,14 @@ def cross_entropies(logits: Tensor, targets: Tensor, form: TokenLoss) -> tuple[T
     def gradient() -> Tensor:
         # softmax - one_hot, in place: autograd would make two more passes. The logits may be freed by now.
         grad_logits = log_probs.exp_()
-        # Factors of the one_hot and of the softmax.
-        of_target = probabilities if form.dft else 1 - smoothing
+        # Factor of the one_hot, then of the softmax.
+        target_factor = probabilities if form.dft else 1 - smoothing
         if form.dft or form.z_loss:
             grad_logits *= ((probabilities if form.dft else 1)
                             + (2 * form.z_loss * log_z if form.z_loss else 0)).unsqueeze(1)
         if smoothing:
             grad_logits -= smoothing / grad_logits.shape[-1]
-        grad_logits[torch.arange(len(targets), device=targets.device), targets] -= of_target
+        grad_logits[torch.arange(len(targets), device=targets.device), targets] -= target_factor
         return grad_logits
 
     return losses, gradient
