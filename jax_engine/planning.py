@@ -26,6 +26,7 @@ from jax_engine.memory import compile_step
 from jax_engine.optim import build, step_scalars
 from jax_engine.tasks.base import Task
 from jax_engine.tasks.reference import without_copies
+from jax_engine.tasks.sampler import answers_at_once
 from jax_engine.tasks.teacher import without_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
@@ -135,7 +136,7 @@ class Planner:
         weights = [(".".join(path), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)))
                    for path, leaf in flatten(params).items() if path != lookup_path]
         length = self.data.max_length
-        return Drawing.of(config, -(-load.answers // processes), task.answers_at_once(length, self.on.memory),
+        return Drawing.of(config, -(-load.answers // processes), answers_at_once(task.network, length, self.on.memory),
                           load.steps, (length, load.new_tokens), task.network.build.dtype.itemsize, weights,
                           self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 

@@ -4,6 +4,7 @@ A head is a class with two steps: `features`, which needs the batch and the drop
 Class attributes describe a head to the rest of the engine.
 """
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
@@ -62,9 +63,9 @@ class OutputHead(nnx.Module):
         """Return the inputs of the logits, [B, T, D] or pooled [B, D], for hidden states [B, T, D]."""
         return hidden
 
+    @abstractmethod
     def __call__(self, features: Array, embedding: dict[str, Array]) -> Array:
         """Return float32 logits for features [..., D]; `embedding` has the token embedding's parameters."""
-        raise NotImplementedError
 
 
 class LMHead(OutputHead):

@@ -281,7 +281,7 @@ def quantize(weight: np.ndarray | LazyArray, kind: Quantize, double: bool = True
                          lambda part: blocks.scales()[0].reshape(abstract.absmax.shape)[part]))
 
 
-class _Lines:
+class _Lines(ABC):
     """A matrix [out, in] as lines of whole blocks, and the scale of each block.
 
     Args:
@@ -294,9 +294,9 @@ class _Lines:
         self.matrix, self.num_lines, self.per_line = matrix, num_lines, per_line
         self._processes, self._scales, self._key = processes, scales, key
 
+    @abstractmethod
     def compute_absmax(self, lines: slice, blocks: slice) -> np.ndarray:
         """Return the largest absolute value of each block, in order."""
-        raise NotImplementedError
 
     def _cache(self) -> dict[Hashable, Any]:
         return self._scales.for_leaf(self._key[0]).setdefault(self._key[1], {})

@@ -170,15 +170,6 @@ class Task(TaskFields, ABC):
         """
         return 1.0, 0.0
 
-    def answers_at_once(self, length: int, memory: float) -> int:
-        """Return how many answers a device samples at once, in a task that trains on its own answers.
-
-        Args:
-            length: Maximum length in tokens of a prompt with its answer.
-            memory: The device's memory in bytes.
-        """
-        raise NotImplementedError
-
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, steps: Steps, weights: Weights, batch: GlobalBatch) -> None:

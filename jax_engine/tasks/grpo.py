@@ -20,7 +20,7 @@ from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
 from jax_engine.tasks.reference import Reference, ReferencedTask
 from jax_engine.tasks.running import Run
-from jax_engine.tasks.sampler import JaxSampler, answers_at_once
+from jax_engine.tasks.sampler import JaxSampler
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
@@ -121,9 +121,6 @@ class GRPO(GRPOFields, ReferencedTask):
     def passes(self) -> tuple[float, float]:
         # Once per rollout, which is trained on `num_iterations` times.
         return 1.0, len({"old_logps", "reference_logps"} & {*token_columns(self)}) / self.num_iterations
-
-    def answers_at_once(self, length: int, memory: float) -> int:
-        return answers_at_once(self.network, length, memory)
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 

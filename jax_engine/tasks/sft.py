@@ -4,7 +4,7 @@ from typing import Any
 
 from jax_engine.tasks.causal_task import CausalTask
 from jax_engine.tasks.running import Run
-from jax_engine.tasks.sampler import JaxSampler, answers_at_once
+from jax_engine.tasks.sampler import JaxSampler
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import make_on_policy
@@ -25,6 +25,3 @@ class SFT(SFTFields, CausalTask):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self._run = run
-
-    def answers_at_once(self, length: int, memory: float) -> int:
-        return answers_at_once(self.network, length, memory)

@@ -319,7 +319,7 @@ def test_answers_are_sampled_in_several_batches_if_memory_is_short(adapted, monk
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))
     memory = 4 * 3.5 * (4 * 4 * 37 + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)))
     monkeypatch.setattr("jax_engine.tasks.sampler.present_target", lambda: SimpleNamespace(memory=memory))
-    assert task.answers_at_once(5 + ANSWER, memory) == 2
+    assert answers_at_once(task.network, 5 + ANSWER, memory) == 2
     for answer, expected in zip(policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2]), whole, strict=True):
         assert np.array_equal(answer.tokens, expected.tokens)
 
