@@ -39,8 +39,8 @@ def check_expert_mesh(expert_size: int, model_type: str, experts: Experts | None
     """Raise UserError if the experts of a layer cannot be divided over `expert_size` ranks."""
     if expert_size > 1 and (experts is None or experts.num % expert_size):
         has = f"{experts.num} experts in each layer, which {expert_size} does not divide" if experts else "no experts"
-        raise UserError(f"strategy: mesh size expert is {expert_size}, but {model_type} has {has}. Lower it, and raise "
-                        "fsdp or data instead.")
+        raise UserError(f"trainer.strategy: mesh size expert is {expert_size}, but {model_type} has {has}. Lower it, "
+                        "and raise fsdp or data instead.")
 
 
 class Load(NamedTuple):

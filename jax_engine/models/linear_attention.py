@@ -212,7 +212,7 @@ def empty_cache(heads: LinearHeads, num_layers: int, batch_size: int, dtype: Any
 def _gather_rows(x: Array) -> Array:
     """With context parallelism, exchange shards of rows of x [B, T, N, ...] for whole rows of some of the N features.
 
-    (All-to-all, Jacobs et al. 2023.) If N is not divisible, every device gets all features or heads.
+    This is an all-to-all (Jacobs et al. 2023). If N is not divisible, every device gets all features or heads.
     """
     if context_parallel_size() == 1:
         return x

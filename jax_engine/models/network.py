@@ -510,7 +510,7 @@ class Network(Names):
                             f"data.max_length to at most {num_positions}.")
         if "token_type_ids" in batch and not arch.num_types:
             raise UserError(f"The batches have token_type_ids, but {self.config.model_type} has no token types. Remove "
-                            "data.tokenizer, which belongs to another model.")
+                            "the column in the data module's collator.")
 
     def modules(self) -> list[str]:
         """Return our paths of all modules with parameters."""
