@@ -57,12 +57,12 @@ class TextModel:
                             f"{', '.join(COMPUTE_DTYPES)}.")
         self._network, params, _ = build_network(fields, "causal", data, precision=precision, seed=seed, frozen=frozen)
         if checkpoint:
-            network, (trainable, rest) = self._network, self._network.split(params)
+            network, (trainable, others) = self._network, self._network.split(params)
             like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable)
             check_manifest(checkpoint)
             content = open_checkpoint(checkpoint)
             content["state_dict"] = load_averages(content, network.num_named_layers)
-            params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch), rest)
+            params = merge(unpack_trainable(content, like, network.to_torch, network.from_torch), others)
         self._params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
         self._pad = data.tokenizer.pad_token_id
 

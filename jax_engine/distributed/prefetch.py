@@ -99,7 +99,7 @@ class Prefetcher:
                 if not self._put(GlobalBatch(self._parallel.put_batch(host), host, num_batches, position)):
                     return
             self._put(None)
-        except BaseException as error:
+        except BaseException as error:  # the consumer raises it
             self._put(error)
 
     def _put(self, item: Any) -> bool:

@@ -16,4 +16,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 FAMILY = llama_family(architecture, "Cohere2", qa_base=None, labels=(), modules={
-    name: theirs for name, theirs in MODULES.items() if name != "layers.mlp_norm"})
+    name: torch_name for name, torch_name in MODULES.items() if name != "layers.mlp_norm"})

@@ -59,8 +59,9 @@ PROJECTIONS = {
 FAMILY = Family(
     architecture=architecture,
     base="deberta",
-    modules={name: theirs for name, theirs in MODULES.items() if name.startswith("embed.")} | PROJECTIONS | {
-        name: theirs for name, theirs in MODULES.items() if name.startswith("layers.") and name not in PROJECTIONS} | {
+    modules={name: torch_name for name, torch_name in MODULES.items() if name.startswith("embed.")} | PROJECTIONS | {
+        name: torch_name for name, torch_name in MODULES.items()
+        if name.startswith("layers.") and name not in PROJECTIONS} | {
         "embed.relative": "encoder.rel_embeddings", "embed.relative_norm": "encoder.LayerNorm",
         "embed.conv": "encoder.conv.conv", "embed.conv_norm": "encoder.conv.LayerNorm"},
     classes={"masked": "DebertaV2ForMaskedLM", "qa": "DebertaV2ForQuestionAnswering",

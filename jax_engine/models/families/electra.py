@@ -23,7 +23,7 @@ def of_summary(config: PreTrainedConfig) -> Classifier:
                       dense_dropout=getattr(config, "summary_first_dropout", 0.0), dropout=config.summary_last_dropout)
 
 
-EMBED = {name: theirs for name, theirs in MODULES.items() if name.startswith("embed.")}
+EMBED = {name: torch_name for name, torch_name in MODULES.items() if name.startswith("embed.")}
 FAMILY = Family(
     architecture=architecture,
     base="electra",

@@ -12,7 +12,7 @@ NORMS = {"layers.attn_norm": "layers.{}.input_layernorm",
          "layers.attn_out_norm": "layers.{}.post_attention_layernorm",
          "layers.mlp_norm": "layers.{}.pre_feedforward_layernorm",
          "layers.mlp_out_norm": "layers.{}.post_feedforward_layernorm"}
-SANDWICHED = {ours: theirs for ours, theirs in MODULES.items() if ours not in NORMS} | NORMS
+SANDWICHED = {name: torch_name for name, torch_name in MODULES.items() if name not in NORMS} | NORMS
 
 
 def gemma2_like(config: PreTrainedConfig, **overrides: Any) -> Architecture:
