@@ -167,7 +167,7 @@ class Peers:
         self._rank, self._token = 0, secrets.token_hex(16)
         self._timeout: int | None = None  # seconds without a heartbeat, once all have connected
         self._listener: socket.socket | None = None  # of the first process
-        self._address: tuple[str, int] | None = None  # of the first process, until this one has connected to it
+        self._addresses: list[tuple[str, int]] = []  # of the first process, until this one has connected to it
         self._connections: list[Connection] = []
         self._known: set[str] = set()  # names of processes that have introduced themselves
         self._children: dict[int, Popen] = {}  # by rank, until they have connected
@@ -207,7 +207,7 @@ class Peers:
         if point.rank == 0:
             self._listen(point.port)
         else:
-            self._address = point.host, point.port
+            self._addresses = [(point.host, point.port)]
         self._thread.start()
         if point.launcher is None:  # a launcher sees how this process ends
             atexit.register(self._wait_for_late_processes)
@@ -249,7 +249,8 @@ class Peers:
             if not self._is_connected.is_set():
                 self._token = token
                 # The host name may not resolve on other machines, where MASTER_ADDR does.
-                self._address = os.environ.get("MASTER_ADDR") or host, port
+                hosts = dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host))
+                self._addresses = [(name, port) for name in hosts]
         if not self._thread.is_alive():
             self._thread.start()
         if rank and not self._is_connected.wait(timeout):
@@ -313,22 +314,24 @@ class Peers:
 
     def _listen(self, port: int) -> None:
         both = socket.has_dualstack_ipv6()
-        for free in dict.fromkeys((port, 0)):  # the port may be in use; `connect_all` then broadcasts another one
+        family = socket.AF_INET6 if both else socket.AF_INET
+        for candidate in dict.fromkeys((port, 0)):  # the port may be in use; `connect_all` then broadcasts another one
             with suppress(OSError, OverflowError):
-                self._listener = socket.create_server(("", free), family=socket.AF_INET6 if both else socket.AF_INET,
-                                                      backlog=1024, dualstack_ipv6=both)
+                self._listener = socket.create_server(("", candidate), family=family, backlog=1024,
+                                                      dualstack_ipv6=both)
                 self._selector.register(self._listener, selectors.EVENT_READ)
                 return
 
-    def _connect(self, address: tuple[str, int]) -> None:
+    def _connect(self) -> None:
         """Try to connect to the first process, which may not listen yet; called again later."""
-        with suppress(OSError, OverflowError):
-            timeout = self._timeout or KEEP_ALIVE
-            connection = Connection(socket.create_connection(address, timeout), timeout)
-            connection.send(f"{self._token} {_name(self._rank)}")
-            if self._has_failed:
-                connection.send("failed")
-            self._add(connection)
+        timeout = self._timeout or KEEP_ALIVE
+        for address in self._addresses:
+            with suppress(OSError, OverflowError):
+                connection = Connection(socket.create_connection(address, timeout), timeout)
+                connection.send(f"{self._token} {_name(self._rank)}")
+                if self._has_failed:
+                    connection.send("failed")
+                return self._add(connection)
 
     def _add(self, connection: Connection) -> None:
         self._connections.append(connection)
@@ -346,8 +349,8 @@ class Peers:
         # Until this process has left, all others have closed their ends, and no late one is awaited.
         while not self._has_left or self._connections or self._awaits_late_processes:
             must_connect = not self._connections and (not self._has_left or self._awaits_late_processes)
-            if self._address is not None and must_connect and time.monotonic() >= next_attempt:
-                self._connect(self._address)
+            if self._addresses and must_connect and time.monotonic() >= next_attempt:
+                self._connect()
                 next_attempt = time.monotonic() + RETRYING
             # The listener is registered without data, connections with themselves.
             for key, _ in self._selector.select(self._select_timeout(next_beat)):
@@ -451,7 +454,7 @@ class Peers:
             if len(self._known) >= self._num_others:
                 self._is_connected.set()
         else:
-            self._address = None
+            self._addresses = []
             self._is_connected.set()
         if self._timeout is not None:
             connection.send(ALIVE)
