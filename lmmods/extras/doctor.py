@@ -150,7 +150,7 @@ def _check_memory(findings: Findings) -> None:
     shared = Path("/dev/shm")
     if shared.is_dir() and (shared_free := shutil.disk_usage(shared).free) < LITTLE_SHARED:
         findings.add("note", f"/dev/shm has {_format_size(shared_free)} free; with data.num_workers, batches pass "
-                                     "through it",
+                             "through it",
                      "set data.num_workers to 0, or start the container with --shm-size 8g")
 
 

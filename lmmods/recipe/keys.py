@@ -257,7 +257,7 @@ def in_words(hint: Any, name: str = "", as_type: bool = False) -> str:
     if len(words) > 2 and not parts:
         return f"one of {', '.join(words)}" + (", or null" if has_null else "")
     # A comma before the last `or`, where a part has one of its own.
-    if has_null and any(" or " in member for member in parts):
+    if has_null and any(" or " in part for part in parts):
         return f"{_join([*words, *parts])}, or null"
     return _join([*words, *parts, *(["null"] if has_null else [])])
 
