@@ -161,6 +161,17 @@ def test_a_foreign_connection_is_closed(tmp_path):
     peers._leave("done")
 
 
+def test_a_process_connects_by_the_host_name_if_master_addr_is_wrong(monkeypatch):
+    first, second, addresses = Peers(), Peers(), []
+    first.connect_all(0, 2, addresses.append, 30)
+    _, port, token = addresses[0]
+    monkeypatch.setenv("MASTER_ADDR", "no-such-machine.invalid")
+    second.connect_all(1, 2, lambda _: ("127.0.0.1", port, token), 30)
+    assert second._is_connected.is_set()
+    for peers in (first, second):
+        peers._leave("done")
+
+
 @pytest.mark.parametrize(("environment", "expected"), [
     ({}, None),
     ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, None),
