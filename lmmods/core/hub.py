@@ -177,9 +177,9 @@ def _unreachable_error(key: str, name: str, kind: Kind, revision: str | None, hu
     fetch = "run inspect" if kind == "dataset" else f"run hf download {name}" + (
         f" --revision {revision}" if revision else "")
     return UserError(
-        f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {hub_problem}. Of it, the "
-        f"cache {root} has {cached}. Use a local folder; or {fetch} where there is a network, share the cache "
-        "($HF_HOME), and set HF_HUB_OFFLINE=1 to skip the hub.")
+        f"{key}: there is no folder {name!r}, and the hub ({redact(constants.ENDPOINT)}) {hub_problem}. For "
+        f"this id, the cache {root} has {cached}. Use a local folder; or {fetch} where there is a network, share the "
+        "cache ($HF_HOME), and set HF_HUB_OFFLINE=1 to skip the hub.")
 
 
 def _find_cached(name: str, kind: Kind, revision: str | None) -> tuple[Path, str]:
