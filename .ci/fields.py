@@ -25,7 +25,7 @@ TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
 COLUMNS = "| type | default | meaning |\n|---|---|---|---|\n"
 MARKS = {"†": REPORTED | NOT_COMPARED, "‡": CUT}  # keys that may change on resume
 PAGE = re.compile(r"\bdocs/(\w+)\.md")  # as descriptions name a page
-CLASSES = {class_name(kind): (block, kind) for block in BASES for kind in keys.task_classes(block)}
+CLASSES = {class_name(cls): (block, cls) for block in BASES for cls in keys.task_classes(block)}
 ALL = {key.name: key for key in keys.walk(keys.recipe_keys(options_of("fit")[0], "torch"), {
     block: (base, *keys.task_classes(block)) for block, base in BASES.items()})}
 
@@ -35,33 +35,33 @@ def fields_of(name: str) -> list[keys.Key]:
     if name == "recipe":
         return [ALL["engine"], ALL["seed_everything"]]
     if name in CLASSES:
-        block, kind = CLASSES[name]
+        block, cls = CLASSES[name]
         if block == "data":
-            shared = keys.keys_of(ConversationFields if issubclass(kind, ConversationFields) else BASES[block])
-            return [key for own, key in keys.keys_of(kind, block).items() if own not in shared]
-        # SFT adds generation, balance_loss and what tokens lose, which have tables of their own on docs/fields.md.
-        # Preference has a label_smoothing of another meaning.
+            shared = keys.keys_of(ConversationFields if issubclass(cls, ConversationFields) else BASES[block])
+            return [key for field, key in keys.keys_of(cls, block).items() if field not in shared]
+        # SFT adds generation, balance_loss and the keys of the token loss, which have tables on docs/fields.md.
+        # Keys are compared, not only names: label_smoothing has another meaning in Preference.
         shared = keys.keys_of(CLASSES["SFT"][1], block)
-        return [key for own, key in keys.keys_of(kind, block).items() if shared.get(own) != key]
+        return [key for field, key in keys.keys_of(cls, block).items() if shared.get(field) != key]
     if name == "conversations":
         shared = keys.keys_of(BASES["data"])
-        return [key for own, key in keys.keys_of(ConversationFields, "data").items() if own not in shared]
+        return [key for field, key in keys.keys_of(ConversationFields, "data").items() if field not in shared]
     if name in BASES:
         return list(keys.keys_of(BASES[name], name).values())
     if name.startswith("trainer"):
         on_jax = keys.keys_of(keys.TRAINERS["jax"])
-        return [key for own, key in keys.keys_of(keys.TRAINERS["torch"], "trainer").items()
-                if (own in on_jax) == (name == "trainer")]
+        return [key for field, key in keys.keys_of(keys.TRAINERS["torch"], "trainer").items()
+                if (field in on_jax) == (name == "trainer")]
     if name.partition(" ")[0] == "reward":
         shared = keys.keys_of(RewardSettings)
-        own = keys.keys_of(NAMED[name.partition(" ")[2]]) if " " in name else {}
-        return [key for each, key in own.items() if each not in shared] if own else list(shared.values())
+        fields = keys.keys_of(NAMED[name.partition(" ")[2]]) if " " in name else {}
+        return [key for field, key in fields.items() if field not in shared] if fields else list(shared.values())
     block = [key for key in ALL.values() if key.name.rpartition(".")[0] == name]
     return block or [key for key in ALL.values() if key.name in name.split(", ")]
 
 
 def default_of(key: keys.Key) -> str:
-    """Return the default as YAML in backticks, `required`, or `below` for a block with a table of its own."""
+    """Return the default as YAML in backticks, `required`, or `below` for a block with its own table."""
     if key.default is keys.REQUIRED:
         return "required"
     return "below" if keys.block_in(type(key.default)) else f"`{as_yaml(key.default)}`"
@@ -69,8 +69,8 @@ def default_of(key: keys.Key) -> str:
 
 def type_of(key: keys.Key) -> str:
     """Return the type in words, without the null that the default shows already."""
-    parts = [each for each in keys.members(key.type) if key.default is not None or each is not type(None)]
-    return keys.in_words(Union[tuple(parts)], key.name, as_type=True)  # noqa: UP007 - members from a list
+    members = [member for member in keys.members(key.type) if key.default is not None or member is not type(None)]
+    return keys.in_words(Union[tuple(members)], key.name, as_type=True)  # noqa: UP007 - members from a list
 
 
 def mark_of(key: keys.Key) -> str:
@@ -92,7 +92,7 @@ def table(name: str, page: Path) -> str:
     rows = [(f"`{key.name}`{mark_of(key)}", type_of(key), default_of(key),
              PAGE.sub(rf"[\1]({up}\1.md)", key.text).replace("|", "\\|")) for key in fields_of(name)]
     if not rows:
-        raise ValueError(f"{page}: there is no table of fields called {name}")
+        raise ValueError(f"{page}: unknown table {name}. Fix its mark, <!-- fields: NAME -->.")
     is_marked = any(row[0][-1] in MARKS for row in rows) and page.name != "fields.md"  # which explains the marks
     legend = f" [†]({up}fields.md#what-may-change-on-resume)" if is_marked else ""
     return f"| key{legend} {COLUMNS}" + "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Add to the site the pages that lie outside docs/ and the recipes that pages link to, and adapt the links."""
+"""Add the pages outside docs/ and the linked recipes to the site, and adapt the links."""
 
 import re
 from pathlib import Path
@@ -13,19 +13,19 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 def on_files(files: Files, config: dict) -> Files:
     for page in PAGES:
         files.append(File.generated(config, page, abs_src_path=str(ROOT / page)))
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):  # part of the site as they are
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):  # published unchanged
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: object, **_: object) -> str:
-    """Links are written for the tree of the repository; here docs/ is the root."""
-    own = page.file.src_uri
-    folder = (ROOT / own if own in PAGES else ROOT / "docs" / own).parent
-    up = "../" * own.count("/")
+    """Change links, which are relative to the repository's files, so that docs/ is the root."""
+    path = page.file.src_uri
+    folder = (ROOT / path if path in PAGES else ROOT / "docs" / path).parent
+    up = "../" * path.count("/")
 
-    def here(link: re.Match) -> str:
+    def convert(link: re.Match) -> str:
         target = (folder / link[1]).resolve().relative_to(ROOT).as_posix().removeprefix("docs/")
         return f"]({up}{target}"
 
-    return LINK.sub(here, markdown)
+    return LINK.sub(convert, markdown)

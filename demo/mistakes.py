@@ -88,7 +88,7 @@ MISTAKES: dict[str, Mistake] = {
 
 
 def make_wrong_answer(rng: Random, skill: str, values: dict) -> str:
-    """Return a wrong answer that is not empty and above zero."""
+    """Return a wrong answer that is not empty, zero or negative."""
     while True:
         answer = str(MISTAKES[skill](rng, values))
         if answer and answer != str(values["answer"]) and not answer.startswith("-") and answer != "0":

@@ -216,8 +216,8 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
         memory = "memory of each device"
         if recipe["engine"] == "torch":
             return plans.PlanOutput({memory: "simulated  fits: about 7.25 GiB of 72 GiB for a step",
-                                  "a step takes at least": "assumed 344 ms (x)",
-                                  "so at most": "assumed 23,830 tokens per second"}, None, {})
+                                     "a step takes at least": "assumed 344 ms (x)",
+                                     "so at most": "assumed 23,830 tokens per second"}, None, {})
         return plans.PlanOutput({memory: "compiled  does not fit: 90.00 GiB of 72 GiB for a step"}, "fsdp", {
             memory: "compiled  fits: 9.00 GiB of 72 GiB", "a step takes at least": "assumed 1.2 s (x)"})
 
