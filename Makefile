@@ -32,17 +32,17 @@ $(READY): pyproject.toml $(LOCK)
 
 install: $(READY) ## Create .venv with everything
 
-demo: $(READY) ## Fine-tune the demo model with QLoRA and show its answers beside the base model's
+demo: $(READY) ## Fine-tune the demo model with QLoRA and compare its answers with the base model's
 	$(BIN)/python train.py fit --config configs/sft_qlora.yaml --overwrite true
 	$(BIN)/python demo/answers.py --run runs/sft_qlora
 
-test: $(READY) ## Run the tests, but for the slow ones
+test: $(READY) ## Run the quick tests
 	$(call in_sessions,$(BIN),-m "not slow")
 
 test-all: $(READY) ## Run all tests
 	$(call in_sessions,$(BIN))
 
-test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other numbers of threads round them
+test-numerics: $(READY) ## Run the tests of float32 sums with the rounding of other CPUs and numbers of threads
 	@status=0; for setting in $(ROUNDINGS); do \
 		echo "$$setting"; env $$setting $(BIN)/$(NUMERICS) || status=1; \
 	done; exit $$status
@@ -50,19 +50,19 @@ test-numerics: $(READY) ## Run the tests of float32 sums as other CPUs and other
 mutants: $(READY) ## Break the product on purpose, and show which quick test notices (half an hour)
 	$(BIN)/python -m tests.mutants
 
-test-newest: ## Run the quick tests with the newest releases that pyproject.toml admits, in .venv-newest
+test-newest: ## Run the quick tests with the newest releases that pyproject.toml allows, in .venv-newest
 	rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/pip install --quiet --quiet -e '.[dev]'
 	$(call in_sessions,.venv-newest/bin,-m "not slow")
 
-test-oldest: .venv-lock/bin/uv ## Run the quick tests with the oldest ones, in .venv-oldest
+test-oldest: .venv-lock/bin/uv ## Run the quick tests with the oldest releases, in .venv-oldest
 	rm -rf .venv-oldest && $(PYTHON) -m venv .venv-oldest
 	$< pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python --extra dev \
 		pyproject.toml -o .venv-oldest/lock.txt
 	.venv-oldest/bin/pip install --quiet --quiet -c .venv-oldest/lock.txt -e '.[dev]'
 	$(call in_sessions,.venv-oldest/bin,-m "not slow")
 
-lock: .venv-lock/bin/uv ## Write .ci/lock.txt anew: the newest releases of all that pyproject.toml asks for, on each Python
+lock: .venv-lock/bin/uv ## Write .ci/lock.txt again: the newest releases that pyproject.toml allows, for each Python
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $< pip compile --quiet --universal --python-version 3.11 --all-extras \
 		--upgrade -c .ci/hold.txt pyproject.toml -o $(LOCK)
 
@@ -81,7 +81,7 @@ docs: $(READY) ## Build the documentation as a site with search in .site/
 fields: $(READY) ## Write the tables of keys on the pages of docs/ from the code
 	$(BIN)/python .ci/fields.py
 
-bench: $(READY) ## Measure speed and memory beside other trainers (one to two hours; installs them)
+bench: $(READY) ## Compare speed and memory with other trainers (one to two hours; installs them)
 	$(BIN)/python benchmarks/bench.py
 
 bench-scale: $(READY) ## Measure how cost grows with width, depth, length, vocabulary and rows (20 minutes; plots in .scale/)
@@ -93,16 +93,16 @@ compiler = test -x .plan-$(1)/bin/python || $(PYTHON) -m venv .plan-$(1); \
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$site" > "$$(.plan-$(1)/bin/python -c "$$site")/project.pth"
 
-plan-tpu: $(READY) ## Let `plan --on v5e-16` compile with the TPU's own compiler (0.7 GB)
+plan-tpu: $(READY) ## Install the TPU compiler for `plan --on v5e-16` (0.7 GB)
 	@$(call compiler,tpu,tpu)
 
-plan-cuda: $(READY) ## Let `plan --on 8xH100` compile with that of XLA for NVIDIA GPUs (3 GB)
+plan-cuda: $(READY) ## Install XLA's compiler for NVIDIA GPUs for `plan --on 8xH100` (3 GB)
 	@$(call compiler,cuda,cuda12)
 
-accelerators: plan-cuda plan-tpu ## Compile steps for H100s and TPUs, none of which is here, and hold them against their budgets
+accelerators: plan-cuda plan-tpu ## Compile steps for H100s and TPUs, which need not be here, and compare them with budgets
 	$(BIN)/python benchmarks/accelerators.py
 
-plans: plan-cuda ## Plan the shipped recipes anew: the tables of docs/plans.md
+plans: plan-cuda ## Plan the shipped recipes again and write their tables in docs/
 	$(BIN)/python benchmarks/plans.py
 
 lint: $(READY) ## Check style and types
