@@ -150,7 +150,7 @@ class Planner:
         # Without trained parameters, FLOPs are counted as 4 per weight: half of them are the forward pass.
         own_params = merge(trainable, without_teacher(frozen))
         step, forward = task.flops_per_token(trainable, frozen), task.flops_per_token({}, own_params) / 2
-        is_recomputed = task.network.remat == "full"
+        is_recomputed = task.network.remat in ("full", "offload")
         # Full remat repeats the layers' forward pass: 2 FLOPs per weight.
         if is_recomputed:
             mixture = mixture_of(task.network.config)

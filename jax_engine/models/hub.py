@@ -6,7 +6,6 @@ import json
 import pkgutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +19,11 @@ from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Classifier, Family, Head
 from jax_engine.models.heads import HEADS
 from jax_engine.models.linear import Build
-from jax_engine.models.network import Network
+from jax_engine.models.network import Network, Remat
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
 from lmmods.core.hf_config import MXFP4, saved_quantization
+from lmmods.core.memory import MLP_CHUNK
 from lmmods.core.settings import LoRA
 
 SHARD_BYTES = 5 * 10**9
@@ -57,7 +57,7 @@ def find_family(config: PreTrainedConfig, head: Head) -> Family:
 
 
 def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float32", lora: LoRA | None = None,
-            rows: dict[str, list[int]] | None = None, remat: Literal["none", "minimal", "full"] = "none",
+            rows: dict[str, list[int]] | None = None, remat: Remat = "none",
             unroll: int | None = None, fast_kernels: bool = True, attention: str | None = None,
             on: Target | None = None, noise: float = 0.0) -> Network:
     """Return the network of a configuration, without creating arrays.
@@ -89,6 +89,7 @@ def network(config: PreTrainedConfig, head: Head, *, compute_dtype: str = "float
     blocked = cpu_forms or fused.is_replaced_by_blocks(arch, compute_dtype, attention, on)
     build = Build(jnp.dtype(compute_dtype), cpu_forms=cpu_forms, attention=attention,
                   blocked=attention != "eager" and blocked, cut=arch.init_cut, on=on, noise=noise,
+                  mlp_chunk=MLP_CHUNK if remat == "offload" else 0,
                   experts="dense" if not fast_kernels else "blocks" if cpu_forms else "ragged")
     result = Network(config, family, arch, head, build, remat=remat, unroll=unroll)
     if lora is not None:

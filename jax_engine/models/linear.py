@@ -87,6 +87,7 @@ class Build:
         experts: Implementation of mixtures of experts (see `jax_engine.models.experts`).
         on: The `target` that determines the implementations.
         noise: `TaskFields.neftune_alpha`; 0 adds none.
+        mlp_chunk: Number of tokens of a row that an MLP computes at a time; 0 computes all at once.
     """
 
     dtype: jnp.dtype
@@ -101,6 +102,7 @@ class Build:
     experts: Literal["dense", "ragged", "blocks"] = "dense"
     on: Target | None = None
     noise: float = 0.0
+    mlp_chunk: int = 0
 
     def normal(self, std: float) -> Normal:
         """Return the initial distribution with this standard deviation (before truncation)."""

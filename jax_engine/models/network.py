@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from transformers import PreTrainedConfig
 
 from jax_engine.distributed.interface import context_parallel_size, on_mesh, shard_sequence
@@ -195,9 +196,17 @@ _RECOMPUTED = {"add", "sub", "mul", "div", "neg", "exp", "log", "logistic", "tan
                "integer_pow", "pow", "max", "min", "select_n", "convert_element_type", "reshape", "broadcast_in_dim",
                "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate", "reduce_sum", "copy",
                "sharding_constraint"}
+LAYER_INPUT = "layer input"
+Remat = Literal["none", "minimal", "full", "offload"]
 # Remat policies: the values saved for the backward pass.
-_REMAT_POLICIES = {"none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED, "full": None,
-                   "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_REMAT_POLICIES: dict[Remat, Any] = {
+    "none": lambda primitive, *_, **__: primitive.name not in _RECOMPUTED,
+    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device",
+        offload_dst="pinned_host"),
+}
 
 
 class Network(Names):
@@ -206,13 +215,14 @@ class Network(Names):
     Args:
         config: transformers' configuration, saved unchanged.
         to_save: Paths of modules that train in full alongside the adapters; empty for full fine-tuning.
-        remat: Activations that the backward pass recomputes: none, all but matrix products, or whole layers.
+        remat: Activations that the backward pass recomputes: none, all but matrix products, whole layers, or whole
+            layers whose inputs are kept in the host's memory.
         unroll: Layers per iteration of the scan. Default: 1, or on CPUs all layers of a shallow network (see
             `UNROLL_CPU`).
     """
 
     def __init__(self, config: PreTrainedConfig, family: Family, arch: Architecture, head: Head, build: Build,
-                 to_save: frozenset[str] = frozenset(), remat: Literal["none", "minimal", "full"] = "none",
+                 to_save: frozenset[str] = frozenset(), remat: Remat = "none",
                  unroll: int | None = None):
         self.config, self.family, self.head = config, family, head
         self.remat, self._unroll = remat, unroll
@@ -394,6 +404,8 @@ class Network(Names):
 
         def layer(kind: LayerKind, rope: int | None, x: Array, step: Tree, borrowed: KeysValues | None
                   ) -> tuple[Array, tuple[Tree | None, Load | None, KeysValues | None]]:
+            if self.remat == "offload":
+                x = checkpoint_name(x, LAYER_INPUT)
             params = step["params"] if not is_shared else jax.tree.map(
                 lambda leaf: jnp.asarray(leaf)[step["stored"]], layers)
             # The leaves of this layer, without the layer axis.
@@ -581,7 +593,7 @@ class MLP(nnx.Module):
 
     def __init__(self, arch: Architecture, build: Build, kind: LayerKind):
         self.activation, self.gated, self.fused = arch.activation, arch.gated, arch.fused_gate_up
-        self.inner_dropout = arch.mlp_inner_dropout
+        self.inner_dropout, self.chunk = arch.mlp_inner_dropout, build.mlp_chunk
         kwargs = {"build": build, "bias": arch.mlp_bias, "conv1d": arch.conv1d, "std": arch.layer_std}
         path, size = f"layers.{kind.mlp}", arch.wide_mlp_size if kind.mlp == "wide_mlp" else arch.mlp_size
         if self.fused:
@@ -593,6 +605,25 @@ class MLP(nnx.Module):
         self.out_norm = Norm(arch.hidden_size, arch.norm, arch.norm_eps) if kind.routed else None  # next to experts
 
     def __call__(self, x: Array, seeds: Seeds | None) -> Array:
+        length = x.shape[1]
+        # With context parallelism, a device has a part of each row already.
+        if not 0 < self.chunk < length or context_parallel_size() > 1:
+            return self._forward(x, seeds)
+        num = -(-length // self.chunk)
+        size = -(-length // num)
+
+        def split(array: Array) -> Array:  # [B, T, ...] -> [num, B, size, ...], zeros after the last token
+            padding = [(0, 0), (0, num * size - length), *[(0, 0)] * (array.ndim - 2)]
+            return jnp.moveaxis(jnp.pad(array, padding).reshape(-1, num, size, *array.shape[2:]), 1, 0)
+
+        def run(part: tuple[Array, Array | None]) -> Array:
+            return self._forward(part[0], seeds and seeds._replace(tokens=part[1]))
+
+        # Each chunk is recomputed, so that the features of only one exist at a time.
+        out = jax.lax.map(jax.checkpoint(run, prevent_cse=False), (split(x), seeds and split(seeds.tokens)))
+        return jnp.moveaxis(out, 0, 1).reshape(len(x), num * size, -1)[:, :length]
+
+    def _forward(self, x: Array, seeds: Seeds | None) -> Array:
         out = self.down(dropout(self._inner(x, seeds), self.inner_dropout, seeds, "layers.mlp.inner"), seeds)
         return out if self.out_norm is None else self.out_norm(out)
 

@@ -241,9 +241,11 @@ class Task(TaskFields, ABC):
         table = flatten(trainable).get(("embed", "tokens", "weight") if shares_table else ("head", "weight"))
         step = Step(num_trained, self.optimizer.name, bool(self.gradient_checkpointing),
                     4 if precision == "32-true" else 2,
-                    sum(leaf.nbytes for leaf in trained) / max(num_trained, 1), "scanned",
-                    self.network.recomputes, self.optimizer.ema_decay is not None, accumulates,
-                    in_full=not self.trains_adapter, chunk_bytes=chunk_bytes(on) if has_logits else 0,
+                    param_bytes=sum(leaf.nbytes for leaf in trained) / max(num_trained, 1), runs="scanned",
+                    offloads=self.network.remat == "offload" and on.platform != "cpu",
+                    recomputes=self.network.recomputes, averages=self.optimizer.ema_decay is not None,
+                    sums_gradients=accumulates, in_full=not self.trains_adapter,
+                    chunk_bytes=chunk_bytes(on) if has_logits else 0,
                     trained_head=table.size if has_logits and table is not None else 0)
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, frozen)))
         widths = widths_of(self.network.config, bool(self.network.arch.qk_norm))

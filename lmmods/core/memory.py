@@ -242,6 +242,11 @@ def gibibytes(num_bytes: float) -> str:
     return f"{size:,.2f} GiB" if size >= 0.1 else f"{size:.3g} GiB"
 
 
+# With gradient_checkpointing: offload, tokens of a row that an MLP computes at a time: enough to keep a GPU busy, and
+# few enough that their features are small beside the row's other activations.
+MLP_CHUNK = 8192
+
+
 @dataclass(frozen=True)
 class Step:
     """How an engine runs a step: all settings that its memory depends on.
@@ -251,6 +256,7 @@ class Step:
         optimizer: A key of `OPTIMIZERS`.
         checkpointing: True if only the blocks' inputs are kept, and the backward pass recomputes each block.
         compute_bytes: Bytes of an activation.
+        offloads: True if the blocks' inputs are kept in the host's memory.
         param_bytes: Bytes of a parameter that trains, and of its gradient.
         runs: `eager` by single operations of torch; `compiled` by torch.compile; `scanned` by XLA, block after block.
         recomputes: True if a block keeps its input and the results of products and attention, and recomputes the rest.
@@ -268,6 +274,7 @@ class Step:
     checkpointing: bool
     compute_bytes: int
     param_bytes: float = 4.0
+    offloads: bool = False
     runs: Literal["eager", "compiled", "scanned"] = "eager"
     recomputes: bool = False
     averages: bool = False
@@ -328,7 +335,8 @@ def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: i
         available: See `StepMemory`.
     """
     inputs, block = widths.hidden * step.compute_bytes, step.kept_in_block(widths)
-    kept_bytes = num_tokens * ((inputs if step.checkpointing else block) * widths.num_layers + 4 * inputs)
+    num_kept = 1 if step.offloads else widths.num_layers
+    kept_bytes = num_tokens * ((inputs if step.checkpointing else block) * num_kept + 4 * inputs)
     # The peak is at the loss, or at the first block of the backward pass: its recomputed activations, or in a loop of
     # XLA the gradients of its kept ones.
     recomputed = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0

@@ -90,6 +90,7 @@ class Ledger(DispatchMode):
         self._num_seen = 0
         self._events: list[tuple[int, int]] = []  # a storage's index, and the change of its bytes
         self._before: dict[int, int] = {}
+        self._has_offloaded = False
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Ledger":
@@ -150,6 +151,10 @@ class Ledger(DispatchMode):
             args = (args[0], _select_all(args[1]), *args[2:])
         before = self._num_seen
         result = (grouped_product if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            # The host's memory has the inputs of recomputed layers. They return one at a time: the first counts as it.
+            self._index(result.untyped_storage(), 0 if self._has_offloaded else None)
+            self._has_offloaded = True
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
         new_tensors = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in new_tensors:
@@ -172,14 +177,14 @@ class Ledger(DispatchMode):
             self.traffic[key] = self.traffic.get(key, Traffic(0, 0, 1)).plus(new)
         return result
 
-    def _index(self, storage: torch.UntypedStorage) -> int:
-        """Return a storage's index; start counting a new storage."""
+    def _index(self, storage: torch.UntypedStorage, num_bytes: int | None = None) -> int:
+        """Return a storage's index; start counting a new storage, with `num_bytes` if it does not count in full."""
         storage_id = id(storage)
         # When torch frees the storage, the callback subtracts its bytes. The id may then be reused.
         if storage_id not in self._indices:
             index, self._num_seen = self._num_seen, self._num_seen + 1
             self._indices[storage_id] = index, weakref.ref(storage, lambda _: self._remove(storage_id))
-            self._change(index, storage.nbytes())
+            self._change(index, storage.nbytes() if num_bytes is None else num_bytes)
         return self._indices[storage_id][0]
 
     def _remove(self, storage_id: int) -> None:

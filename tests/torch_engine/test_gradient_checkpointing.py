@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -17,7 +18,8 @@ from transformers import (
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
-from lmmods.torch_engine.nn.building import enable_checkpointing
+from lmmods.torch_engine.nn.building import chunk_mlps, enable_checkpointing
+from lmmods.torch_engine.nn.dropout import TokenDropout
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
@@ -75,12 +77,34 @@ def test_gradients_are_the_same_with_less_memory(make):
         assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
 
 
+def test_offloaded_inputs_and_mlps_in_chunks_change_no_gradient():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                                         num_attention_heads=2))
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear",
+                                             init_lora_weights=False)).train()
+    dropout = TokenDropout(model)
+    seeds = torch.arange(4 * 24).reshape(4, 24) * 977
+
+    def gradients() -> dict[str, torch.Tensor]:
+        dropout.begin({"token_seeds": seeds, "attention_mask": torch.ones(4, 24)})
+        return step(model)[1]
+
+    expected = gradients()
+    enable_checkpointing(model, dropout.contexts)
+    chunk_mlps(model, dropout, size=7)
+    for name, grad in gradients().items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
 def test_a_model_without_blocks_is_rejected():
     class Bare(torch.nn.Module):
         supports_gradient_checkpointing = False
 
     with pytest.raises(UserError, match="Bare has no blocks"):
         enable_checkpointing(Bare())
+    with pytest.raises(UserError, match="is offload, which Bare does not support. Set it to true."):
+        enable_checkpointing(Bare(), offloads=True)
 
 
 def test_albert_trains_the_same_with_gradient_checkpointing(recipe, bert_folder, tmp_path):  # noqa: F811

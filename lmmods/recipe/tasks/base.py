@@ -109,7 +109,9 @@ class TaskFields:
             number of a token's embedding, with L tokens in the row (or packed document) and d numbers per token. null
             adds none; the paper uses 5 to 15.
         gradient_checkpointing: Recompute activations in the backward pass. true recomputes all: least memory, about a
-            third more time. `minimal` keeps the products with weights (JAX only).
+            third more time. `offload` also moves the input of each layer to the host's memory, for rows of 100,000
+            tokens and more: a GPU then keeps one of them at a time. `minimal` keeps the products with weights (JAX
+            only).
         attention: Attention implementation of transformers: sdpa, eager or flash_attention_2. Default: transformers'
             choice. On JAX, null and sdpa are fast (fused on GPUs, in blocks on CPUs), eager is the plain form.
         save_dtype: Type of the weights in model/. Default: the type they trained in.
@@ -161,7 +163,7 @@ class TaskFields:
     frozen_parameters: list[str] | None = None
     optimizer: Optimizer = Optimizer()
     neftune_alpha: float | None = None
-    gradient_checkpointing: bool | Literal["minimal"] = False
+    gradient_checkpointing: bool | Literal["minimal", "offload"] = False
     attention: str | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     piece_tokens: int | None = None

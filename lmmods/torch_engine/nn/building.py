@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
+from lmmods.core.memory import MLP_CHUNK
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import TaskFields
 from lmmods.torch_engine.compat.peft import adapts_parameters
@@ -82,7 +83,10 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     dropout = TokenDropout(model, compiled=fields.compile, abstract=abstract,
                            noise=0.0 if frozen else fields.neftune_alpha or 0.0)
     if fields.gradient_checkpointing:
-        enable_checkpointing(model, dropout.contexts)
+        offloads = fields.gradient_checkpointing == "offload" and device.type != "cpu"
+        enable_checkpointing(model, dropout.contexts, offloads)
+        if fields.gradient_checkpointing == "offload" and not fields.compile:
+            chunk_mlps(model, dropout)
     if fields.compile:
         compile_layers(model)
     return model.train()
@@ -173,24 +177,48 @@ def compile_layers(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradient checkpointing (Chen et al. 2016): activations are recomputed in the backward pass.
 
-def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn) -> None:
+def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any]] = noop_context_fn,
+                         offloads: bool = False) -> None:
     """Recompute activations in the backward pass, in the non-reentrant form.
 
     The reentrant form loses the gradient of blocks whose input requires none: all blocks after a frozen embedding.
 
     Args:
         contexts: Returns two contexts for each call of a block: for its forward pass and for its recomputation.
+        offloads: Keep the inputs of the blocks in the host's memory.
 
     Raises:
-        UserError: transformers does not support it for this architecture, and its blocks are not found either.
+        UserError: transformers does not support it for this architecture, and its blocks are not found either, or
+            their inputs cannot be offloaded.
     """
-    arguments = {"use_reentrant": False, "context_fn": contexts}
     if not model.supports_gradient_checkpointing:
+        if offloads:
+            raise UserError(f"model.gradient_checkpointing is offload, which {type(model).__name__} does not support. "
+                            "Set it to true.")
         return _checkpoint_blocks(model, contexts)
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(arguments)
-    else:  # transformers before 5.20
-        model.gradient_checkpointing_enable(arguments)
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts}, offload=offloads)
+
+
+def chunk_mlps(model: nn.Module, dropout: TokenDropout, size: int = MLP_CHUNK) -> None:
+    """Compute the MLPs of long rows in chunks of this many tokens, and recompute each chunk in its backward pass.
+
+    The features of only one chunk exist at a time. Experts stay whole: their tokens are routed together.
+    """
+    for block in model.modules():
+        for name, module in block.named_children():
+            if name in ("mlp", "feed_forward") and not hasattr(module, "experts"):
+                module.forward = _run_in_chunks(module, module.forward, dropout, size)
+
+
+def _run_in_chunks(module: nn.Module, forward: Callable[[Tensor], Tensor], dropout: TokenDropout, size: int
+                   ) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        if not module.training or not torch.is_grad_enabled() or x.ndim != 3 or x.shape[1] <= size:
+            return forward(x)
+        return torch.cat([checkpoint(forward, x[:, chunk], use_reentrant=False, context_fn=dropout.contexts)
+                          for chunk in dropout.chunks(x.shape[1], size)], 1)
+
+    return run
 
 
 def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]) -> None:

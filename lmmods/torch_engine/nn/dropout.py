@@ -115,6 +115,15 @@ class TokenDropout:
         finally:
             self._is_off = was_off
 
+    def chunks(self, length: int, size: int) -> Iterator[slice]:
+        """Yield chunks of a row's positions. Until the next one, a module that runs on a chunk has its masks."""
+        tokens, calls = self._tokens, self._calls
+        for start in range(0, length, size):
+            chunk = slice(start, start + size)
+            self.swap(None if tokens is None else tokens[:, chunk], dict(calls))
+            yield chunk
+        self._tokens = tokens
+
     def contexts(self) -> tuple[Any, Any]:
         """Return the contexts of a checkpointed block: its forward, and its recomputation with the same masks."""
         # Copy the call counts at the start of the block, so that its recomputation counts from the same values.

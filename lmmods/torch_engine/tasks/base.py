@@ -66,7 +66,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         L.LightningModule.__init__(self)  # takes none of the dataclass fields
         super().__post_init__()
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
-                "true or false in the torch engine")
+                "true, offload or false in the torch engine")
         self.model: nn.Module | None = None
         self.teacher_model: nn.Module | None = None  # the frozen network of `model.teacher`
         self.built_for: torch.device | None = None  # its type determines block sizes; None uses the tensors' device
@@ -388,6 +388,7 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
             tokens = min(tokens, max(chunk, per_row))  # a row is never split
         tokens = -(-tokens // sharding.context_parallel_size(self.trainer.strategy))
         step = Step(0, self.optimizer.name, bool(self.gradient_checkpointing), compute_bytes,
+                    offloads=self.gradient_checkpointing == "offload" and self.device.type != "cpu",
                     runs="compiled" if self.compile else "eager", averages=self.optimizer.ema_decay is not None,
                     in_full=not self.trains_adapter, has_dropout=self.lora is not None and self.lora.dropout > 0,
                     chunk_bytes=chunk_bytes(self.device) if self.fast_kernels else math.inf)
