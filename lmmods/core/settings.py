@@ -58,31 +58,27 @@ class Optimizer:
     """Update rule, learning rate and schedule.
 
     Args:
-        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch only). `muon` (Jordan et al. 2024) updates
-            the matrices of the layers; embeddings, heads, norms and biases use adamw.
+        name: Update rule. The 8-bit and paged ones are bitsandbytes' (torch only). `muon` updates the matrices of
+            layers, and adamw the rest.
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay, on matrices only: not on biases and norms.
-        b_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of an adapter's B matrices, as a multiple of `lr`.
-        layer_decay: Factor d on the learning rate from each layer to the one below (Clark et al. 2020, Bao et al.
-            2022). Of n layers, the last trains at `lr` d, the first at `lr` d^n, embeddings at `lr` d^(n + 1),
-            everything after the layers at `lr`.
-        ema_decay: Decay d of a float32 moving average of the trained parameters, updated after each step: average = d
-            average + (1 - d) parameters. Evaluation, samples and the exported model use it. null keeps none.
+        b_lr_ratio: LoRA+: learning rate of an adapter's B matrices, as a multiple of `lr`.
+        layer_decay: Factor on the learning rate from each layer to the one below. See docs/techniques.md.
+        ema_decay: Decay of a float32 moving average of the trained parameters, which evaluation, samples and the
+            exported model use. See docs/techniques.md.
         betas: Decay rates of the moments.
         eps: Added to the denominator of the Adam update.
         momentum: Momentum of sgd.
         muon_momentum: Momentum of muon, a moving average of gradients.
         nesterov: Use Nesterov momentum in muon.
-        ns_steps: Number of Newton-Schulz iterations that orthogonalise an update of muon.
-        ns_dtype: Type of these iterations. torch.optim.Muon uses bfloat16, which is faster on GPUs; with float32 both
-            engines give the same curve.
+        ns_steps: Number of Newton-Schulz iterations per update of muon.
+        ns_dtype: Type of these iterations; bfloat16 is faster on GPUs.
         adjust_lr: Factor of muon on `lr` for a matrix with A rows and B columns. match_rms_adamw: 0.2 sqrt(max(A, B)),
-            which makes updates as large as adamw's (Liu et al. 2025), so that one `lr` suits all parameters. original:
-            sqrt(max(1, A / B)).
-        schedule: Learning rate after warmup. `linear` and `cosine` fall to `min_lr_ratio` at the last step; `wsd` stays
-            constant and falls linearly over the last `decay` of the run.
-        warmup: Linear warmup from 0: number of optimiser steps (integer) or fraction of the run.
-        decay: Length of the final decay of `wsd`: number of steps or fraction of the run.
+            original: sqrt(max(1, A / B)). See docs/techniques.md.
+        schedule: Learning rate after warmup. `linear` and `cosine` fall to `min_lr_ratio`; `wsd` does so linearly, in
+            the last `decay` of the run.
+        warmup: Linear warmup from 0: number of optimiser steps (100) or fraction of the run (0.03).
+        decay: Length of the final decay of `wsd`, given like `warmup`.
         min_lr_ratio: Final learning rate as a fraction of `lr`.
     """
 
@@ -149,13 +145,17 @@ class Optimizer:
         return {"momentum": self.muon_momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
 
     def muon_factor(self, num_rows: int, num_columns: int) -> float:
-        """Return muon's factor on the learning rate of a matrix."""
+        """Return muon's factor on the learning rate of a matrix; match_rms_adamw is by Liu et al. 2025."""
         if self.adjust_lr == "original":
             return math.sqrt(max(1, num_rows / num_columns))
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
     def scales(self, layers: int) -> list[float]:
-        """Return the learning-rate factors by `depth` in a model of `layers` layers; a single one if all are alike."""
+        """Return the learning-rate factors by `depth` in a model of `layers` layers; a single one if all are alike.
+
+        With `layer_decay` d (Clark et al. 2020, Bao et al. 2022), the last of n layers has factor d, the first d^n and
+        the embeddings d^(n + 1).
+        """
         if self.layer_decay == 1:
             return [1.0]
         return [self.layer_decay**(layers + 1 - level) for level in range(layers + 2)]
@@ -210,6 +210,8 @@ class Optimizer:
 class LoRA:
     """Low-rank adapters (Hu et al. 2021) on a frozen base, with PEFT's meaning of each field.
 
+    DoRA is by Liu et al. 2024, rank-stabilised scaling by Kalajdzievski 2023, PiSSA by Meng et al. 2024.
+
     Args:
         rank: Rank of the update.
         alpha: Scales the update by alpha / rank, or by alpha / sqrt(rank) with `rslora`.
@@ -217,14 +219,12 @@ class LoRA:
         targets: `all-linear` (all linear layers except the output head, experts and routers) or module names, matched
             at their end.
         target_parameters: Stacked expert matrices that get an adapter for each expert, in addition to `targets`,
-            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`. As in PEFT, without
-            `dropout` and `dora`.
+            matched at the end of their names: `[experts.gate_up_proj, experts.down_proj]`.
         modules_to_save: Modules to train fully and save with the adapter, for example `[lm_head, embed_tokens]`.
-        dora: Weight-decomposed adapters (Liu et al. 2024).
-        rslora: Rank-stabilised scaling (Kalajdzievski 2023).
-        init: Initial values. `kaiming` samples A and sets B to zero. `pissa` (Meng et al. 2024) starts from the
-            principal singular vectors of each adapted matrix; the base keeps the remainder, quantised afterwards. Not
-            with `target_parameters` or `dora`.
+        dora: Weight-decomposed adapters (DoRA).
+        rslora: Rank-stabilised scaling.
+        init: `kaiming` samples A and sets B to zero; `pissa` starts from the principal singular vectors of each matrix.
+            See docs/techniques.md.
     """
 
     rank: int = 64
@@ -308,8 +308,8 @@ class TokenLoss(NamedTuple):
     weight w is 1, or with `dft` the token's probability exp(x_target) / Z, which has no gradient.
 
     Args:
-        label_smoothing: s; 0 with `dft`.
-        z_loss: z.
+        label_smoothing: s (Szegedy et al. 2016); 0 with `dft`.
+        z_loss: z (Chowdhery et al. 2022).
         dft: Dynamic fine-tuning (Wu et al. 2025).
     """
 
@@ -326,16 +326,15 @@ class Teacher:
         pretrained: Folder or hub id of the teacher, a model with the student's vocabulary.
         adapter: Folder of an adapter for the teacher.
         quantize: Store the teacher in 4 bits (nf4, fp4) or 8 bits (int8).
-        beta: 0 is the forward divergence KL(teacher || student), 1 the reverse. Between them is the Jensen-Shannon
-            divergence from a mixture with this fraction of the teacher (GKD, Agarwal et al. 2024).
-        temperature: Divides the logits of both in the divergence, which is not multiplied by its square.
+        beta: Divergence: 0 is the forward KL(teacher || student), 1 the reverse; values between mix them. See
+            docs/distillation.md.
+        temperature: Divides the logits of both in the divergence.
         ratio: The loss is ratio * divergence + (1 - ratio) * cross-entropy.
-        top_k: Precompute the teacher's k most likely tokens for every target token, once for all runs that share them,
-            and treat all other tokens as one; the teacher then leaves memory. null compares all tokens, with the
-            teacher in memory.
-        on_policy: Fraction of the rows, chosen by index, whose answers the student samples in each epoch. These train
-            on the divergence alone (GKD). SFT only.
-        max_new_tokens: Maximum number of tokens in a sampled answer; longer answers are truncated.
+        top_k: Precompute the teacher's k most likely tokens for every target token and treat all others as one; the
+            teacher then leaves memory.
+        on_policy: Fraction of the rows whose answers the student samples in each epoch; these train on the divergence
+            alone. SFT only.
+        max_new_tokens: Maximum number of tokens in a sampled answer.
         sampling_temperature: Temperature of this sampling.
     """
 
@@ -380,18 +379,21 @@ class Teacher:
 class Generation:
     """Decoding settings of predict and samples, with the names and meanings of transformers' GenerationConfig.
 
+    Diverse beam search is by Vijayakumar et al. 2018, contrastive search by Su et al. 2022, locally typical sampling by
+    Meister et al. 2022.
+
     Args:
         max_new_tokens: Maximum number of tokens in an answer.
         min_new_tokens: Minimum number of tokens in an answer.
         do_sample: Sample instead of taking the most likely token.
         num_beams: Number of beams.
-        num_beam_groups: Number of groups in diverse beam search (Vijayakumar et al. 2018).
-        penalty_alpha: Degeneration penalty of contrastive search (Su et al. 2022), used with top_k > 1. Torch only.
+        num_beam_groups: Number of groups in diverse beam search.
+        penalty_alpha: Degeneration penalty of contrastive search, used with top_k > 1. Torch only.
         use_cache: Cache the keys and values of past tokens.
         temperature: Divides the logits before sampling.
         top_k: Sample from the k most likely tokens; 0 uses all.
         top_p: Sample from the most likely tokens whose probabilities sum to top_p.
-        typical_p: Locally typical sampling (Meister et al. 2022).
+        typical_p: Locally typical sampling: probability mass to sample from; 1 samples from all tokens.
         diversity_penalty: Penalty between the groups of diverse beam search.
         repetition_penalty: Penalty on tokens that occurred before; 1 is none.
         length_penalty: Exponent of the length in beam scores.
@@ -438,8 +440,8 @@ class BestOf:
     """Let predict sample several answers per prompt and keep the one that a reward model scores highest.
 
     Args:
-        reward: Reward model: folder of a finished Reward run, folder or hub id of a sequence classification model with
-            one label, or folder of an adapter for one.
+        reward: Reward model: a finished Reward run, a sequence classification model with one label (folder or hub id),
+            or the folder of an adapter for one.
         answers: Number of answers per prompt.
     """
 

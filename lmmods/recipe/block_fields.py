@@ -13,12 +13,13 @@ class CheckpointFields:
     """Which checkpoints to write and keep. One is also written after each validation, at the end and on interruption.
 
     Args:
-        every_n_steps: Optimiser steps between checkpoints. null saves only after each validation and at the end.
+        every_n_steps: Optimiser steps between checkpoints, in addition to those after validations, at the end and on
+            interruption. null writes only these.
         keep_last: Number of newest checkpoints to keep.
         keep_best: Number of best checkpoints, by `monitor`, to keep in addition.
         monitor: Metric that ranks checkpoints. Default: val/loss; for GRPO val/reward.
-        mode: `min` if lower values of `monitor` are better, `max` if higher values are. Default: the right one for the
-            default metric, otherwise min.
+        mode: `min` if lower values of `monitor` are better, otherwise `max`. Default: what the default metric needs,
+            otherwise min.
     """
 
     every_n_steps: int | None = 250
@@ -135,12 +136,11 @@ class PublishFields:
     Args:
         repo: Hub repository `user/name`, created if it does not exist. null uploads nothing.
         private: Make the repository private.
-        when: `end` uploads the finished run's export; `save` also the model of each checkpoint, in the background, and
-            skips one while the previous upload is running.
+        when: `end` uploads the finished run's export; `save` also the model of each checkpoint, in the background,
+            unless the previous upload is still running.
         license: License in the card, by its name on the hub (apache-2.0, mit, ...).
-        eval_results: Metrics to publish as benchmark scores: mappings with `metric`, `dataset`, `task` and optionally
-            `revision`, `scale`, `notes`. They are written to model/.eval_results/, from where the hub shows them on the
-            model page and the benchmark's leaderboard.
+        eval_results: Metrics to publish as benchmark scores, which the hub shows: mappings with `metric`, `dataset`,
+            `task` and optionally `revision`, `scale`, `notes`.
     """
 
     repo: str | None = None

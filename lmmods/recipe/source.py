@@ -19,10 +19,10 @@ class Source:
         split: Split of a hub dataset; slices such as `train[:10%]` work.
         revision: Branch, tag or commit of a hub dataset.
         columns: Column names in the file -> names that the layout expects: {question: instruction}; `body.messages`
-            reaches into an object. An existing column with such a name is dropped and counted.
+            reaches into an object.
         limit: Use only the first rows, up to this number.
-        weight: Number of times that each row counts per epoch: 2 is twice, 0.5 a seeded half of the rows. With
-            `data.mixing`, the basis of the source's share. Default: 1.
+        weight: Number of times that each row counts per epoch; 0.5 is a seeded half of the rows. With `data.mixing`,
+            the basis of the source's share. Default: 1.
         format: Layout of these rows. Default: `data.dataset_format`, otherwise detected.
     """
 

@@ -43,19 +43,20 @@ class TrainerFields:
             devices, or one CPU.
         num_nodes: Number of machines. See docs/cluster.md.
         strategy: `ddp` replicates the model on every device; `fsdp` shards parameters, gradients and optimiser state
-            across them. `auto` uses ddp on several devices. Or a class: on torch lmmods.strategies.FSDP2,
-            lmmods.strategies.DeepSpeed or Lightning's DDPStrategy, on JAX MeshSharding. See docs/cluster.md.
+            across them. `auto` uses ddp on several devices. Or a class, such as lmmods.strategies.FSDP2: see
+            docs/cluster.md.
         precision: Arithmetic: float32, bfloat16, or mixed with float32 master weights. `auto` is bf16-mixed if the
-            hardware supports bfloat16, otherwise 32-true; config.yaml records the choice.
-        logger: Loggers to use in addition to metrics.csv, which is always written. true and false add none.
-        callbacks: Callbacks to add to the built-in ones (checkpoint, samples, mmlu, publish).
-        max_epochs: Number of epochs, possibly fractional: 1.5 stops in the middle of the second epoch.
+            hardware supports bfloat16, otherwise 32-true.
+        logger: Loggers in addition to metrics.csv, which is always written. true and false add none.
+        callbacks: Callbacks in addition to the built-in ones (checkpoint, samples, mmlu, publish). See
+            docs/extending.md.
+        max_epochs: Number of epochs; 1.5 stops in the middle of the second one.
         max_steps: Number of optimiser steps; -1 uses max_epochs.
         accumulate_grad_batches: Number of micro-batches per optimiser step on each device.
         gradient_clip_val: Maximum norm (or value) of the averaged gradient. null does not clip.
         gradient_clip_algorithm: What gradient_clip_val limits: norm or value. Default: norm.
-        val_check_interval: Optimiser steps between validations (integer, counted over the whole run), or fraction of an
-            epoch's steps. Default: once per epoch.
+        val_check_interval: Optimiser steps between validations (integer, over the whole run), or fraction of an epoch.
+            Default: once per epoch.
         check_val_every_n_epoch: Epochs between validations, unless val_check_interval is an integer.
         limit_train_batches: Number of micro-batches per epoch on each device, or fraction of the epoch.
         limit_val_batches: Like limit_train_batches, for validation.
@@ -65,11 +66,11 @@ class TrainerFields:
         num_sanity_val_steps: Number of validation batches to try before training; -1 tries all. Default: 2.
         log_every_n_steps: Optimiser steps between log entries. Default: 50.
         enable_checkpointing: Write checkpoints.
-        enable_progress_bar: Show a progress bar, or progress lines where a bar is not possible.
+        enable_progress_bar: Show a progress bar, or lines where a bar is not possible.
         default_root_dir: Run folder.
         detect_anomaly: Stop at the operation that produces a NaN. Slow.
-        heartbeat_timeout: Seconds without a heartbeat after which another process counts as lost and the run ends. null
-            waits as long as the libraries do.
+        heartbeat_timeout: Seconds without a heartbeat of another process after which the run ends. null waits as long
+            as the libraries do. See docs/cluster.md.
     """
 
     accelerator: str = "auto"
@@ -113,7 +114,7 @@ class TorchTrainerFields(TrainerFields):
         benchmark: Let cuDNN search for the fastest algorithm.
         inference_mode: Evaluate under torch.inference_mode instead of torch.no_grad.
         profiler: Profile the parts of a step: simple, advanced, pytorch, or a class.
-        barebones: Disable everything that could slow a step, to measure the loop itself.
+        barebones: Disable everything that could slow a step, to measure the loop.
         sync_batchnorm: Synchronise batch norm statistics between processes.
         reload_dataloaders_every_n_epochs: Epochs after which data loaders are rebuilt; 0 keeps them.
         plugins: Cluster environments.

@@ -93,38 +93,34 @@ class TaskFields:
             of a configuration. The vocabulary size defaults to the tokenizer's.
         config_overrides: Fields to change in the configuration of `config` or `pretrained`.
         revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Run Python code that comes with the model. Command line and torch only.
-        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 bits (int8). Needs `lora` or `adapter`;
-            with `lora` it is QLoRA (Dettmers et al. 2023).
+        trust_remote_code: Run Python code that comes with the model. Command line and torch only: see
+            docs/extending.md.
+        quantize: Store the frozen base in 4 bits (nf4, fp4; experts too) or 8 bits (int8). Needs `lora` (QLoRA) or
+            `adapter`.
         double_quant: Quantise the 4-bit scales too.
         quant_storage: Storage type of packed 4-bit weights (no effect on JAX). Default: uint8.
         lora: Train an adapter instead of the model. null is full fine-tuning.
-        adapter: Folder of an adapter to train further, with its own rank, alpha and targets; instead of `lora`.
+        adapter: Folder of an adapter to train further, instead of `lora`.
         trainable_parameters: Train only the parameters that match one of these regular expressions, anywhere in their
-            Hugging Face name: `['layers\\.(6|7)\\.', lm_head]`. null trains all. For full fine-tuning.
+            Hugging Face name: `['layers\\.(6|7)\\.', lm_head]`. See docs/techniques.md.
         frozen_parameters: Do not train parameters that match one of these regular expressions, even if
             `trainable_parameters` does: `[embed_tokens]`.
         optimizer: Optimiser and learning-rate schedule.
-        neftune_alpha: NEFTune (Jain et al. 2023): in training, add uniform noise of up to this / sqrt(L d) to each
-            number of a token's embedding, with L tokens in the row (or packed document) and d numbers per token. null
-            adds none; the paper uses 5 to 15.
-        gradient_checkpointing: Recompute activations in the backward pass. true recomputes all: least memory, about a
-            third more time. `offload` also moves the input of each layer to the host's memory, for rows of 100,000
-            tokens and more: a GPU then keeps one of them at a time. `minimal` keeps the products with weights (JAX
-            only).
+        neftune_alpha: NEFTune: scale of the uniform noise that training adds to token embeddings. The paper uses 5 to
+            15. See docs/techniques.md.
+        gradient_checkpointing: Recompute activations in the backward pass: least memory, about a third more time.
+            `offload` also keeps the layers' inputs in the host's memory and computes MLPs in chunks, for rows of 50,000
+            tokens and more. `minimal` keeps the products with weights (JAX only).
         attention: Attention implementation of transformers: sdpa, eager or flash_attention_2. Default: transformers'
-            choice. On JAX, null and sdpa are fast (fused on GPUs, in blocks on CPUs), eager is the plain form.
+            choice; for JAX see docs/jax.md.
         save_dtype: Type of the weights in model/. Default: the type they trained in.
-        piece_tokens: Split a micro-batch into chunks of this many tokens, on torch with rows of similar length
-            together; 0 does not split, as parameters that are sharded need. Default: 2^18 / hidden size (at least
-            1024) on CPUs (on JAX on one, for adapters only); otherwise 0.
-        fast_kernels: Use faster forms of the same functions: logits in chunks, for target positions only; on CPUs
-            oneDNN for float32 products (after a trial) and float32 attention for short rows under bfloat16; fused GELU;
-            adapters fused with their layers; on GPUs attention for packed rows. false needs memory for all logits; on
-            JAX it also uses eager attention and, on a CPU, a loop over layers.
+        piece_tokens: Split a micro-batch into chunks of this many tokens; 0 does not split. Default: on CPUs 2^18 /
+            hidden size, at least 1024 (on JAX only with adapters, on one device); otherwise 0.
+        fast_kernels: Use faster forms of the same functions, for output head, attention, adapters and more. false needs
+            memory for all logits.
         compile: Compile the layers with torch.compile: slower to start, faster on GPUs. JAX always compiles.
-        max_memory: Spread `pretrained` over this machine's GPUs, layer by layer in one process: memory for its weights
-            on each GPU (20GiB), or by device ({0: 10GiB, 1: 20GiB}). Torch only.
+        max_memory: Spread the layers of `pretrained` over this machine's GPUs: memory for weights on each (20GiB), or
+            by device ({0: 10GiB, 1: 20GiB}). Torch only: see docs/cluster.md.
     """
 
     takes: ClassVar[str | None] = None  # `kind` of the data that the loss is for; None accepts any
@@ -365,9 +361,9 @@ class TokenLossFields(TaskFields):
     """Fields of tasks with a cross-entropy over tokens.
 
     Args:
-        label_smoothing: Fraction of each target that training spreads evenly over the vocabulary (Szegedy et al. 2016).
-        z_loss: Weight of (log Z)^2, with the softmax denominator Z, in the training loss of each token; keeps logits
-            near 0 (Chowdhery et al. 2022, with 1e-4).
+        label_smoothing: Fraction of each target that training spreads evenly over the vocabulary.
+        z_loss: Weight of (log Z)^2 in the training loss of each token, which keeps logits near 0. See
+            docs/techniques.md.
         teacher: Distil from a frozen model with the same vocabulary. null trains on the data alone.
     """
 
@@ -440,8 +436,8 @@ class CausalFields(TaskFields):
     Args:
         generation: Decoding settings of predict.
         best_of: Generate several answers per prompt in predict and let a reward model choose. null generates one.
-        balance_loss: Weight of a loss that spreads the tokens of each row evenly over a model's experts; replaces
-            transformers' router_aux_loss_coef. 0 is none. See docs/metrics.md.
+        balance_loss: Weight of a loss that spreads the tokens of each row evenly over a model's experts. See
+            docs/metrics.md.
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
@@ -504,42 +500,37 @@ class DataFields:
         source: Training rows: file, folder, glob, URL, hub id, a mapping {path, name, split, revision, columns, limit,
             weight, format}, or a list of these.
         val_source: Validation rows, given like `source`.
-        val_size: Usable rows of `source` to hold out for validation: fraction (0.05) or number (200).
+        val_size: Usable rows of `source` to hold out for validation, chosen by `seed`: fraction (0.05) or number (200).
         test_source: Test rows, given like `source`.
         predict_source: Rows for predict, given like `source`. Default: the test set, otherwise the validation set.
-        mixing: Share of each source in training batches. null uses each row once, or as often as its source's weight
-            says. See docs/data.md.
-        deduplicate: Drop training rows that repeat an earlier one, in any source: `exact` compares prompt and answer,
-            `minhash` also finds nearly equal text. The report counts them. See docs/data.md.
+        mixing: Share of each source in training batches. See docs/data.md.
+        deduplicate: Drop training rows that repeat an earlier one: `exact` compares prompt and answer, `minhash` also
+            finds nearly equal text. See docs/data.md.
         minhash_threshold: With `minhash`, fraction of common word 5-grams from which rows count as nearly equal.
-        decontaminate: Evaluation sets, in any layout. Rows of `source` that share a word n-gram with them are dropped
-            and counted. See docs/data.md.
+        decontaminate: Evaluation sets. Rows of `source` that share a word n-gram with them are dropped. See
+            docs/data.md.
         decontaminate_ngram: Number of words in these n-grams.
         tokenizer: Folder or hub id of the tokenizer. Default: the model's.
-        pad_token: Padding token, existing or new. Default: the tokenizer's; if it has none, causal models use another
-            of its tokens, others add [PAD].
+        pad_token: Padding token, existing or new. Default: the tokenizer's; if it has none, one is chosen and reported.
         bos_token: Token that starts a text, if the tokenizer defines none.
         eos_token: Token that ends a text, if the tokenizer defines none.
-        add_tokens: Tokens to keep whole in texts; one that the chat template writes is kept whole only there. Existing
-            tokens keep their ids, and special ones are from then on recognised in texts. New ones extend the vocabulary
-            and are trained, also next to an adapter.
-        tokenizer_options: Options of a BERT tokenizer that its folder lacks or has wrong: do_lower_case, strip_accents,
-            tokenize_chinese_chars, each true or false.
+        add_tokens: Tokens to keep whole in texts; one that the chat template writes is kept whole only there. New ones
+            extend the vocabulary and are trained, also next to an adapter.
+        tokenizer_options: Options that the folder of a BERT tokenizer lacks or has wrong: do_lower_case, strip_accents,
+            tokenize_chinese_chars. A folder with only vocab.txt is read in lower case.
         max_length: Maximum sequence length in tokens. Default: 1024, or the model's limit if that is lower.
         batch_size: Rows per micro-batch and device in training.
         eval_batch_size: Rows per batch and device outside training. Default: `batch_size`.
-        packing: Pack several rows into one sequence of `max_length`, kept apart by `segment_ids` and `position_ids`.
+        packing: Pack several rows, isolated from each other, into one sequence of `max_length`.
         streaming: Encode rows during training instead of into the cache, for sources larger than the disk. Needs
-            `trainer.max_steps`; validation rows come from `val_source`.
+            `trainer.max_steps` and, for validation, `val_source`.
         stream_window: Number of stream rows that are read and shuffled together.
-        group_by_length: Batch rows of similar length, which saves padding; the order of batches stays random.
+        group_by_length: Batch rows of similar length, which saves padding.
         shuffle: Shuffle the training rows in each epoch.
         pad_to_multiple_of: Pad batches to a multiple of this length.
-        num_workers: Number of processes that assemble batches. 0 uses the training process, as do all runs that train
-            on sampled answers.
+        num_workers: Number of processes that assemble batches. 0 uses the training process.
         num_proc: Number of processes that tokenise. Default: by the size of the source.
-        columns: Column names in the file -> names that the task expects, for sources without `columns` of their own;
-            `body.messages` reaches into an object.
+        columns: Column names in the file -> names that the task expects, for sources without their own `columns`.
         cache_dir: Folder of tokenised data. Default: $LMMODS_CACHE, otherwise lmmods in the user's cache folder.
         rebuild_cache: Tokenise again even if the data is cached.
         seed: Seed of splits and data order. Default: `seed_everything`.
@@ -702,12 +693,11 @@ class ConversationFields(DataFields):
         replace_system_prompt: Use `system_prompt` in all conversations, instead of their own system turns.
         source_max_length: Maximum length of the prompt (everything before the last response) in tokens.
         target_max_length: Maximum length of the last response in tokens.
-        on_overflow: What to do with a row over a limit; the report counts it. `error` stops; `skip` drops the row;
-            `truncate_turns` drops the oldest exchanges, keeps the system turn and the tools, and drops rows whose last
-            exchange alone is too long; `truncate_prompt` truncates the start of the prompt and drops rows whose
-            response alone is too long; `truncate` truncates the end of the response, which then has no end token, and
-            the start of a prompt over `source_max_length`; `truncate_ends` truncates the ends of both. Default:
-            `truncate_turns` with a Jinja chat template, `truncate_prompt` with a named one.
+        on_overflow: What to do with a row over a limit. `error` stops; `skip` drops the row; `truncate_turns` drops the
+            oldest exchanges, but not the system turn and the tools; `truncate_prompt` truncates the start of the
+            prompt; `truncate` truncates the end of the response, with its end token, and the start of a prompt over
+            `source_max_length`; `truncate_ends` truncates the ends of both. Default: `truncate_turns` with a Jinja chat
+            template, otherwise `truncate_prompt`.
     """
 
     has_chats: ClassVar[bool] = True

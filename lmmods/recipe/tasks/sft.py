@@ -16,8 +16,7 @@ class SFTFields(TokenLossFields, CausalFields):
     """Fine-tune a causal LM on instructions or chats; predict generates answers.
 
     Args:
-        dft: Dynamic fine-tuning (Wu et al. 2025): weight each token's training loss by its probability, so that
-            unexpected tokens contribute less to the gradient. See docs/techniques.md.
+        dft: Dynamic fine-tuning: weight each token's training loss by its probability. See docs/techniques.md.
     """
 
     takes: ClassVar[str] = "SFTData"
