@@ -106,7 +106,7 @@ class TorchTrainerFields(TrainerFields):
     """Train, evaluate and predict with Lightning.
 
     Args:
-        min_epochs: Minimum number of epochs, even if something else would stop the run.
+        min_epochs: Minimum number of epochs.
         min_steps: Minimum number of optimiser steps.
         max_time: Maximum training time: DD:HH:MM:SS, or a mapping such as {hours: 8}.
         fast_dev_run: Run this many batches of each loop (true: one) and write nothing.
