@@ -3,8 +3,8 @@
 A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe (`model.lora`); `recipe` for the keys
 next to the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; keys with commas between them
 (`model.label_smoothing, model.z_loss`); the class of a task or its data, for the keys that it adds to those on
-docs/fields.md; `conversations` for the keys of all data with conversations; `reward` for the keys of every reward, or
-`reward exact_match` for those that one adds.
+docs/fields.md; `conversations` for the keys of all data with conversations; `reward` for the keys of every reward,
+`reward comparison` for those of all rewards that compare answers, or `reward exact_match` for those that one adds.
 """
 
 import re
@@ -16,7 +16,7 @@ import yaml
 from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
-from lmmods.recipe.rewards import NAMED, RewardSettings
+from lmmods.recipe.rewards import NAMED, Compared, RewardSettings
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.identity import CUT, NOT_COMPARED, REPORTED, is_among
 
@@ -25,6 +25,7 @@ TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
 COLUMNS = "| type | default | meaning |\n|---|---|---|---|\n"
 MARKS = {"†": REPORTED | NOT_COMPARED, "‡": CUT}  # keys that may change on resume
 PAGE = re.compile(r"\bdocs/(\w+)\.md")  # as descriptions name a page
+REWARDS = {"": RewardSettings, "comparison": Compared, **NAMED}
 CLASSES = {class_name(cls): (block, cls) for block in BASES for cls in keys.task_classes(block)}
 ALL = {key.name: key for key in keys.walk(keys.recipe_keys(options_of("fit")[0], "torch"), {
     block: (base, *keys.task_classes(block)) for block, base in BASES.items()})}
@@ -53,9 +54,9 @@ def fields_of(name: str) -> list[keys.Key]:
         return [key for field, key in keys.keys_of(keys.TRAINERS["torch"], "trainer").items()
                 if (field in on_jax) == (name == "trainer")]
     if name.partition(" ")[0] == "reward":
-        shared = keys.keys_of(RewardSettings)
-        fields = keys.keys_of(NAMED[name.partition(" ")[2]]) if " " in name else {}
-        return [key for field, key in fields.items() if field not in shared] if fields else list(shared.values())
+        cls = REWARDS[name.partition(" ")[2]]
+        inherited = {} if cls is RewardSettings else keys.keys_of(cls.__base__)
+        return [key for field, key in keys.keys_of(cls).items() if field not in inherited]
     block = [key for key in ALL.values() if key.name.rpartition(".")[0] == name]
     return block or [key for key in ALL.values() if key.name in name.split(", ")]
 
