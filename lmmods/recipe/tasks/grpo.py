@@ -24,23 +24,20 @@ class GRPOFields(CausalFields):
         num_generations: Number of answers per prompt in training.
         prompts_per_step: Number of prompts per optimiser step. Must agree with data.batch_size,
             trainer.accumulate_grad_batches and the number of devices. Default: what these give.
-        steps_per_rollout: Number of optimiser steps per rollout. Their answers are sampled together, with the same
-            weights.
+        steps_per_rollout: Number of optimiser steps per rollout. Their answers are sampled with the same weights.
         num_iterations: Number of passes over the steps of a rollout.
         max_new_tokens: Maximum number of tokens in an answer; longer answers are truncated.
         temperature: Temperature for sampling answers and for their probabilities in the loss.
-        loss: How token losses are averaged over a step: over all tokens (dapo; Yu et al. 2025), over the tokens of each
-            answer and then over answers (grpo), or over answers of `max_new_tokens` tokens (dr_grpo; Liu et al. 2025).
-            cispo bounds the ratio as a weight instead of the objective, and averages over all tokens (MiniMax 2025).
+        loss: How token losses are averaged over a step: over all tokens (dapo), over each answer and then over answers
+            (grpo), or over answers of `max_new_tokens` tokens (dr_grpo). cispo averages over all tokens, too, and
+            bounds the ratio instead of the objective.
         ratio: Probability ratio to the policy that sampled the answer: per `token`, or the geometric mean over the
             answer (sequence; GSPO, Zheng et al. 2025).
         epsilon: Clip the ratio below 1 - epsilon.
         epsilon_high: Clip the ratio above 1 + epsilon_high. Default: `epsilon`. For cispo, maximum of the ratio itself;
             default: 5.
-        beta: Weight of each token's divergence from the reference: exp(d) - d - 1 of the log-probability difference d
-            (k3; Schulman 2020). 0 needs no reference.
-        use_bias_correction_kl: Multiply a token's divergence by its ratio, so that its gradient is not biased after the
-            policy has moved.
+        beta: Weight of each token's divergence from the reference (k3; Schulman 2020). 0 needs no reference.
+        use_bias_correction_kl: Multiply a token's divergence by its ratio, so that its gradient is not biased.
         scale_rewards: Divide reward differences by their standard deviation over a prompt's answers (group) or over a
             rollout (batch), or not at all (none).
         mask_truncated: Exclude truncated answers from the loss.
