@@ -27,9 +27,8 @@ class PreferenceFields(CausalFields):
         desirable_weight: Weight of desirable answers (kto, apo_zero_unpaired).
         undesirable_weight: Weight of undesirable answers.
         reference: Model that answers are compared with: `base` is the model without its adapter, `copy` a frozen copy
-            from before the first step. `cache` is like `copy`, but keeps only the log-probabilities of all answers,
-            computed once for all runs that share them. Default: none for a loss without a reference, `base` with
-            `lora`, otherwise `copy`.
+            from before the first step, `cache` its log-probabilities, computed once. Default: none for a loss without
+            a reference, `base` with `lora`, otherwise `copy`.
     """
 
     takes: ClassVar[str] = "PreferenceData"
