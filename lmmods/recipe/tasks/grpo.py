@@ -28,9 +28,9 @@ class GRPOFields(CausalFields):
         num_iterations: Number of passes over the steps of a rollout.
         max_new_tokens: Maximum number of tokens in an answer; longer answers are truncated.
         temperature: Temperature for sampling answers and for their probabilities in the loss.
-        loss: How token losses are averaged over a step: over all tokens (dapo), over each answer and then over answers
-            (grpo), or over answers of `max_new_tokens` tokens (dr_grpo). cispo averages over all tokens, too, and
-            bounds the ratio instead of the objective.
+        loss: How token losses are averaged over a step: over all tokens (dapo; Yu et al. 2025), over the tokens of each
+            answer and then over answers (grpo), or over answers of `max_new_tokens` tokens (dr_grpo; Liu et al. 2025).
+            cispo bounds the ratio as a weight instead of the objective, and averages over all tokens (MiniMax 2025).
         ratio: Probability ratio to the policy that sampled the answer: per `token`, or the geometric mean over the
             answer (sequence; GSPO, Zheng et al. 2025).
         epsilon: Clip the ratio below 1 - epsilon.
