@@ -142,12 +142,10 @@ class Figures(NamedTuple):
 
     Args:
         memory: Memory per device; if the recipe does not fit, also with the change that makes it fit.
-        step: Minimum time of a step.
         speed: Maximum number of tokens per second.
     """
 
     memory: str
-    step: str
     speed: str
 
 
@@ -166,11 +164,9 @@ def can_plan(recipe: dict[str, Any]) -> bool:
 def write_pages(rows: dict[str, list[Figures]]) -> None:
     """Write the table of docs/plans.md, and the recipes' memory in docs/recipes.md."""
     columns = [f"{on}, {engine.replace('jax', 'JAX')}" for engine, on, _ in PLANS]
-    head = ["recipe", *columns, "minimum step time", "maximum tokens/s"]
-    table = [head, *([
-        f"[`{name}`](../configs/recipes/{name}.yaml)", *(plan.memory for plan in plans),
-        " / ".join(plan.step for plan in plans), " / ".join(plan.speed for plan in plans)]
-        for name, plans in rows.items())]
+    head = ["recipe", *columns, "tokens/s at most"]
+    table = [head, *([f"[`{name}`](../configs/recipes/{name}.yaml)", *(plan.memory for plan in plans), plans[0].speed]
+                     for name, plans in rows.items())]
     before, _, _ = PAGE.read_text().partition(MARK)
     lines = [f"| {' | '.join(cells)} |\n" for cells in table]
     lines.insert(1, f"|{'---|' * len(head)}\n")
@@ -204,8 +200,7 @@ def plan_recipe(recipe: dict[str, Any], engine: str, on: str, source: str) -> Fi
         _, remedied_verdict = output.remedied.get("memory of each device", "x nothing").split(None, 1)
         memory += f"; `{output.remedy}`: {_parse_memory(remedied_verdict)}"
         lines = output.remedied
-    result = Figures(memory, _parse_value(lines.get("a step takes at least", "")),
-                     _parse_value(lines.get("so at most", "")).removesuffix(" tokens per second"))
+    result = Figures(memory, _parse_speed(lines.get("so at most", "")))
     print(engine, on, *result, flush=True)
     return result
 
@@ -215,9 +210,9 @@ def _parse_memory(verdict: str) -> str:
     return re.sub(r"^fits: |about ", "", verdict).split(" of ")[0]
 
 
-def _parse_value(line: str) -> str:
-    """Return the value in a line such as "assumed 1.2 s (...), ..."."""
-    return re.split(r" \(|, (?=\d[\d,]* a step)", line.split(None, 1)[1])[0] if line else ""
+def _parse_speed(line: str) -> str:
+    """Return the number in a line such as "assumed 1,234 tokens per second, 4,096 a step"; empty without one."""
+    return line.partition(" tokens per second")[0].rpartition(" ")[2]
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
     table = pages["PAGE"].read_text().partition(plans.MARK)[2]
     remedied = "does not fit: 90.00 GiB; `fsdp`: 9.00 GiB"
     assert table.count("\n") == 4 and "[`clm_gpt2_scratch`]" not in table
-    assert f"| 7.25 GiB | {remedied} | {remedied} | 344 ms / 1.2 s / 1.2 s | 23,830 /  /  |" in table
+    assert f"| 7.25 GiB | {remedied} | {remedied} | 23,830 |" in table
     [row] = [line for line in pages["CATALOGUE"].read_text().split("\n") if "`sft_alpaca_7b`" in line]
     assert "| GPU 16 GB, a day | 7.25 GiB | 38.8 %" in row
 
