@@ -43,12 +43,14 @@ TESTED: dict[str, list[Pair]] = {
 
 
 def table() -> str:
-    """Return the table of families and heads in Markdown; `features` has the other features."""
-    rows = [["`model_type`", *HEADS], ["---"] * (1 + len(HEADS))]
-    for family in sorted({name for name, _ in PAIRS}):
-        rows.append([f"`{family}`", *("yes" if any(name == family for name, _ in pairs) else ""
-                                      for pairs in HEADS.values())])
-    return "".join(re.sub(r" +", " ", f"| {' | '.join(row)} |\n") for row in rows)
+    """Return the table of families and their tasks in Markdown; `features` has the other features."""
+    by_tasks: dict[str, list[str]] = {}
+    for family in sorted(FAMILIES):
+        tasks = ", ".join(task for task, pairs in HEADS.items() if family in dict(pairs))
+        by_tasks.setdefault(tasks, []).append(f"`{family}`")
+    rows = [["`model_type`", "tasks"], ["---"] * 2]
+    rows += sorted([", ".join(names), tasks] for tasks, names in by_tasks.items())
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def features() -> dict[str, set[str]]:
