@@ -472,7 +472,7 @@ class LabelFields(TaskFields):
 
     Args:
         class_weights: Weight of each label in the loss, by name ({rare: 5.0}; others weigh 1), or `balanced`: rows /
-            (labels * rows with the label), over the training rows. null weighs all labels equally.
+            (labels * rows with the label).
     """
 
     # Encoders of any size are tuned at 2e-5 to 5e-5 (Devlin et al., 2019, appendix A.3).
@@ -655,8 +655,8 @@ class LabelDataFields(DataFields):
     """Fields of the tasks that learn labels.
 
     Args:
-        labels: Label names, in the order of the model's outputs. Default: the labels of the training rows, sorted, or
-            in the order in which the model or dataset lists the same labels. Required for streams.
+        labels: Label names, in the order of the model's outputs. Default: the training rows' labels, sorted or in the
+            model's order. Required for streams.
     """
 
     labels: list[str] | None = None
