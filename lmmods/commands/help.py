@@ -26,6 +26,8 @@ from lmmods.recipe.keys import (
     walk,
 )
 from lmmods.recipe.reader import Reader, engine_of
+from lmmods.recipe.tasks.base import ConversationFields
+from lmmods.recipe.tasks.sft import SFTFields
 
 HELP = ("--help", "-h")
 CONFIG = ("-c, --config FILE\nRecipe file, or the name of a shipped recipe. May be repeated; later files override "
@@ -148,12 +150,22 @@ def _help_of_key(name: str, keys: dict[str, Key], classes: dict[str, tuple[type,
         variants = _variants(name.partition(".")[2], {cls: keys_of(cls, block) for cls in classes[block]})
         if len(variants) > 1:
             lines = [line for key, names in variants for line in (_entry(key), f"Only for {', '.join(names)}.")]
-            return "\n".join([*lines, "More: docs/fields.md"])
+            return "\n".join([*lines, f"More: docs/{_page(name)}.md"])
     if block in classes and "." in name:
         class_names = [class_name(cls) for cls in task_classes(block) if name.split(".")[1] in keys_of(cls)]
         if len(class_names) < len(task_classes(block)):
             lines.append(f"Only for {', '.join(class_names)}.")
-    return "\n".join([*lines, f"More: docs/{'fields' if '.' in name or inner else 'commands'}.md"])
+    return "\n".join([*lines, f"More: docs/{_page(name) if '.' in name or inner else 'commands'}.md"])
+
+
+def _page(name: str) -> str:
+    """Return the page of docs/ with the table of a key: that of its task, unless several tasks share the table."""
+    block, *rest = name.split(".")
+    if block not in BASES or not rest:
+        return "metrics" if block == "mmlu" else "fields"
+    shared = {"model": SFTFields, "data": ConversationFields}[block]
+    owner = next(cls for cls in (BASES[block], shared, *task_classes(block)) if rest[0] in keys_of(cls))
+    return "fields" if owner in (BASES[block], shared) else f"tasks/{owner.__module__.rpartition('.')[2]}"
 
 
 def _help_of_all(command: str, keys: dict[str, Key], classes: dict[str, tuple[type, ...]], engine: str) -> str:

@@ -528,7 +528,8 @@ class DataFields:
         group_by_length: Batch rows of similar length, which saves padding.
         shuffle: Shuffle the training rows in each epoch.
         pad_to_multiple_of: Pad batches to a multiple of this length.
-        num_workers: Number of processes that assemble batches. 0 uses the training process.
+        num_workers: Number of processes that assemble training and validation batches. 0 uses the training process, as
+            predict and rollouts do.
         num_proc: Number of processes that tokenise. Default: by the size of the source.
         columns: Column names in the file -> names that the task expects, for sources without their own `columns`.
         cache_dir: Folder of tokenised data. Default: $LMMODS_CACHE, otherwise lmmods in the user's cache folder.
