@@ -24,7 +24,7 @@ from jax_engine.tasks.sampler import JaxSampler
 from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.base import DataModule
-from lmmods.data.batch.rollouts import Place
+from lmmods.data.batch.rollouts import PlannedRollout
 from lmmods.data.grpo import PromptData, Rollouts
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
@@ -58,7 +58,7 @@ class GRPO(GRPOFields, ReferencedTask):
         if not isinstance(datamodule, PromptData):
             raise UserError("model.class_path is GRPO, which needs prompts. Set data.class_path to PromptData.")
         plan = make_plan_function(self, datamodule.shuffle, datamodule.seed)
-        datamodule.take_rows_from(Rollouts(plan, token_columns(self), self._begin_rollout))
+        datamodule.take_rows_from(Rollouts(plan, token_columns(self), self._make_or_read))
 
     def begin(self, run: Run) -> None:
         self._run = run
@@ -81,9 +81,9 @@ class GRPO(GRPOFields, ReferencedTask):
 
         return RolloutMaker(self, run.data, run.folder, JaxPolicy(run), lambda: run.progress.step, report, run.is_first)
 
-    def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]] | None:
+    def _make_or_read(self, planned: PlannedRollout, name: str | None) -> tuple[str, list[dict[str, Any]]] | None:
         # `inspect` and plans do not train.
-        return None if self._run is None else self._maker.begin(place, name)
+        return None if self._run is None else self._maker.make_or_read(planned, name)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

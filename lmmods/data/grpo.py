@@ -13,7 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.collate import SEEDS, Collator
 from lmmods.data.batch.loader import EvaluationLoader, Shard
-from lmmods.data.batch.rollouts import Place, RolloutLoader, RolloutPlan
+from lmmods.data.batch.rollouts import PlannedRollout, RolloutLoader, RolloutPlan
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.loaders import Loaders
@@ -270,10 +270,10 @@ class PromptData(PromptDataFields, ConversationData):
 # ---------------------------------------------------------------------------------------------------------------------
 # Answers of the model in training as training rows.
 
-Begin = Callable[[Place, str | None], tuple[str, list[dict[str, Any]]] | None]
+MakeOrRead = Callable[[PlannedRollout, str | None], tuple[str, list[dict[str, Any]]] | None]
 
 
-def sample_nothing(place: Place, name: str | None) -> None:
+def sample_nothing(planned: PlannedRollout, name: str | None) -> None:
     """Return None: stand-ins replace the answers."""
 
 
@@ -288,35 +288,36 @@ class Rollouts(NamedTuple):
     Args:
         plan: Makes the division of epochs into rollouts from the numbers of prompts and of answers of a step.
         token_columns: Further columns of answers, [T] float32 each.
-        begin: As in `RolloutLoader`; it returns None where nothing is sampled, and stand-ins replace the answers.
+        make_or_read: As in `RolloutLoader`. Where nothing is sampled it returns None, and stand-ins replace the
+            answers.
     """
 
     plan: Callable[[int, int], RolloutPlan] = plan_single_answers
     token_columns: tuple[str, ...] = ()
-    begin: Begin = sample_nothing
+    make_or_read: MakeOrRead = sample_nothing
 
     def make_loader(self, loaders: Loaders, shard: Shard) -> RolloutLoader:
         """Return answers of one rank, sampled where the position reaches new prompts. Raises UserError."""
         prompts, settings = loaders.splits.rows("train"), loaders.settings
         plan = self.plan(len(prompts), settings.batch_size * shard.batches_per_step)
 
-        def begin(place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
-            sampled = None if loaders.longest_first else self.begin(place, name)
-            return sampled or ("", self._make_stand_ins(loaders, place, plan.num_generations))
+        def make_or_read(planned: PlannedRollout, name: str | None) -> tuple[str, list[dict[str, Any]]]:
+            sampled = None if loaders.longest_first else self.make_or_read(planned, name)
+            return sampled or ("", self._make_stand_ins(loaders, planned, plan.num_generations))
 
         collator = RolloutCollator(replace(loaders.base_collator, keys=("input_ids", "labels", SEEDS)),
                                    self.token_columns)
         # Processes that prepare batches would not see the rollouts.
-        return RolloutLoader(plan, collator, replace(shard, num_workers=0), settings.batch_size, begin)
+        return RolloutLoader(plan, collator, replace(shard, num_workers=0), settings.batch_size, make_or_read)
 
-    def _make_stand_ins(self, loaders: Loaders, place: Place, size: int) -> list[dict[str, Any]]:
+    def _make_stand_ins(self, loaders: Loaders, planned: PlannedRollout, size: int) -> list[dict[str, Any]]:
         """Return stand-ins for the answers of a rollout, `size` to each prompt.
 
         An answer is the start of its prompt (with `longest_first` repeated up to `max_length`), with an advantage
         of 1 or -1; columns of log-probabilities are 0.
         """
         items = []
-        for prompt in place.prompts.tolist():
+        for prompt in planned.prompts.tolist():
             ids = loaders.splits.rows("train")[prompt]["input_ids"]
             max_new_tokens = max(loaders.settings.max_length - len(ids), 1)
             answer = np.resize(ids, max_new_tokens) if loaders.longest_first else ids[:max_new_tokens]

@@ -12,7 +12,7 @@ from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import draws
 from lmmods.core.labels import IGNORED
-from lmmods.data.batch.rollouts import Place, RolloutPlan
+from lmmods.data.batch.rollouts import PlannedRollout, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
 from lmmods.recipe.rewards import Model, columns_of, read_rewards
 from lmmods.recipe.tasks.base import ReadScorer
@@ -83,25 +83,25 @@ class RolloutMaker:
 
     # Training --------------------------------------------------------------------------------------------------------
 
-    def begin(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """Make a rollout, or read the rollout of a checkpoint by its name; `begin` of `RolloutLoader`.
+    def make_or_read(self, planned: PlannedRollout, name: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """Make a rollout, or read the rollout of a checkpoint by its name; see `RolloutLoader`.
 
         Raises:
             UserError: The checkpoint's rollout cannot be read, or has other prompts.
         """
         if name is None:
-            rollout = self._make_rollout(place)
+            rollout = self._make_rollout(planned)
         else:
             rollout = read_rollout(self._folder.rollouts, name)
-            if not rollout.replaced and [group.prompt_index for group in rollout.groups] != place.prompts.tolist():
+            if not rollout.replaced and [group.prompt_index for group in rollout.groups] != planned.prompts.tolist():
                 raise UserError(f"{self._folder.rollouts / name} has other prompts than the checkpoint. Restore the "
                                 "file, or resume from a checkpoint at the end of another rollout.")
         return rollout.name, rollout.items(self._task)
 
-    def _make_rollout(self, place: Place) -> Rollout:
+    def _make_rollout(self, planned: PlannedRollout) -> Rollout:
         task, seconds, start = self._task, {"drawing": 0.0, "rewards": 0.0, "scoring": 0.0}, time.perf_counter()
-        groups = self._make_groups(place.prompts.tolist(), seconds)
-        replaced = self._replace_groups(groups, place, seconds)
+        groups = self._make_groups(planned.prompts.tolist(), seconds)
+        replaced = self._replace_groups(groups, planned, seconds)
         all_advantages = compute_advantages(np.array([group.rewards for group in groups]), task.scale_rewards)
         for group, group_advantages in zip(groups, all_advantages, strict=True):
             group.advantages = group_advantages
@@ -134,13 +134,13 @@ class RolloutMaker:
         by_index = policy.gather({prompt.row_index: group for prompt, group in zip(prompts, groups, strict=True)})
         return [by_index[index] for index in indices]
 
-    def _replace_groups(self, groups: list[Group], place: Place, seconds: dict[str, float]) -> list[int]:
+    def _replace_groups(self, groups: list[Group], planned: PlannedRollout, seconds: dict[str, float]) -> list[int]:
         """Replace prompts whose answers all have the same reward; return their indices.
 
         The order of new prompts depends only on the seed, the epoch and the rollout.
         """
         used = {group.prompt_index for group in groups}
-        order = np.random.default_rng([self._data.seed, place.epoch, place.rollout, REFILL]).permutation(
+        order = np.random.default_rng([self._data.seed, planned.epoch, planned.rollout, REFILL]).permutation(
             self._data.num_prompts("train"))
         candidates = iter([index for index in order.tolist() if index not in used])
         replaced: list[int] = []

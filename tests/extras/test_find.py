@@ -214,7 +214,7 @@ def test_a_grpo_step_is_measured_without_generating_answers(find, engine, monkey
     """Test that rows have the maximum length."""
     from lmmods.rollouts.maker import RolloutMaker
 
-    monkeypatch.setattr(RolloutMaker, "begin", None)
+    monkeypatch.setattr(RolloutMaker, "make_or_read", None)
     assert find("--what", "step", engine=engine, **GRPO)["tokens_per_second"] > 0
     assert measured_tokens == [4 * 256] * 4
 

@@ -75,7 +75,7 @@ def make_setup(llama_folder, tmp_path):
 
 
 def start_rollout(setup, row=0, name=None):
-    return setup.maker.begin(setup.plan.find(0, row), name)
+    return setup.maker.make_or_read(setup.plan.find(0, row), name)
 
 
 def test_a_rollout_read_from_its_file_is_the_same(make_setup):

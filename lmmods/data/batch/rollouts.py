@@ -15,8 +15,8 @@ from lmmods.data.batch.loader import Batch, SegmentLoader, Shard
 from lmmods.data.order.sampler import GROUPED, PADDING_ROW, BatchOrder, batches_per_rank, shuffle_rows
 
 
-class Place(NamedTuple):
-    """A rollout of a run.
+class PlannedRollout(NamedTuple):
+    """A rollout of a run, before its answers exist.
 
     Args:
         epoch: Index of the epoch.
@@ -84,40 +84,40 @@ class RolloutPlan:
         rows = num_prompts * self.num_generations
         return rows if self.num_iterations == 1 else -(-rows // self.rows_per_step) * self.rows_per_step
 
-    def find(self, epoch: int, row: int) -> Place:
+    def find(self, epoch: int, row: int) -> PlannedRollout:
         """Return the rollout of a row of an epoch."""
         full = self.prompts_per_rollout * self.num_generations * self.num_iterations
         index = row // full
         order = np.arange(self.num_prompts) if self.seed is None else shuffle_rows(
             self.num_prompts, np.random.default_rng([self.seed, epoch]))
         prompts = order[index * self.prompts_per_rollout : (index + 1) * self.prompts_per_rollout].astype(np.int64)
-        return Place(epoch, index, index * full, min((index + 1) * full, self.num_rows), prompts)
+        return PlannedRollout(epoch, index, index * full, min((index + 1) * full, self.num_rows), prompts)
 
-    def answer_of(self, place: Place, row: int) -> int:
+    def answer_of(self, planned: PlannedRollout, row: int) -> int:
         """Return the index in the rollout of the answer that a row of the epoch contains; PADDING_ROW for none."""
-        answer = (row - place.start) % self._padded(len(place.prompts))
-        return answer if answer < len(place.prompts) * self.num_generations else PADDING_ROW
+        answer = (row - planned.start) % self._padded(len(planned.prompts))
+        return answer if answer < len(planned.prompts) * self.num_generations else PADDING_ROW
 
 
 class RolloutSet(Dataset):
     """The answers of the current rollout as rows; number `row` + `len` * epoch is a row of an epoch.
 
     Attributes:
-        place: The current rollout; None before the first.
+        current: The current rollout; None before the first.
     """
 
     def __init__(self, plan: RolloutPlan) -> None:
         self._plan = plan
-        self.place: Place | None = None
+        self.current: PlannedRollout | None = None
         self._answers: list[dict[str, Any]] = []
 
-    def hold(self, place: Place, answers: list[dict[str, Any]]) -> None:
+    def set_current(self, planned: PlannedRollout, answers: list[dict[str, Any]]) -> None:
         """Make the answers of a rollout the current ones.
 
         Args:
             answers: Its items, prompt by prompt: `input_ids`, `labels` [T] int32, `row`, and further columns.
         """
-        self.place, size = place, self._plan.rows_per_step
+        self.current, size = planned, self._plan.rows_per_step
         # Longest first within each step, as micro-batches of similar rows have less padding. A step is a sum over its
         # rows, in whatever order.
         self._answers = [item for start in range(0, len(answers), size)
@@ -129,12 +129,12 @@ class RolloutSet(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         if index < 0:
             return None
-        assert self.place is not None
+        assert self.current is not None
         epoch, row = divmod(index, len(self))
-        if (answer := self._plan.answer_of(self.place, row)) == PADDING_ROW:
+        if (answer := self._plan.answer_of(self.current, row)) == PADDING_ROW:
             return None
-        if epoch != self.place.epoch or not self.place.start <= row < self.place.stop:
-            raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.place.rollout}")
+        if epoch != self.current.epoch or not self.current.start <= row < self.current.stop:
+            raise IndexError(f"row {row} of epoch {epoch} does not belong to rollout {self.current.rollout}")
         # `row` and `draw` seed dropout: the same masks in each iteration.
         return {**self._answers[answer], "draw": epoch}
 
@@ -143,13 +143,13 @@ class RolloutLoader(SegmentLoader):
     """Training batches of answers, read up to the end of a rollout.
 
     Args:
-        begin: Makes or reads a rollout, from its place and its name in the checkpoint (None if it is to be made), and
-            returns that name and the items of its answers. A collective call.
+        make_or_read: Makes a rollout, or reads it by its name in the checkpoint if that is not None; returns its name
+            and the items of its answers. A collective call.
     """
 
     def __init__(self, plan: RolloutPlan, collate: Callable[[list], Batch], shard: Shard, batch_size: int,
-                 begin: Callable[[Place, str | None], tuple[str, list[dict[str, Any]]]]) -> None:
-        self._plan, self._begin, self._items = plan, begin, RolloutSet(plan)
+                 make_or_read: Callable[[PlannedRollout, str | None], tuple[str, list[dict[str, Any]]]]) -> None:
+        self._plan, self._make_or_read, self._items = plan, make_or_read, RolloutSet(plan)
         self._name: str | None = None  # of the current rollout
         rows = np.arange(plan.num_rows)
         super().__init__(self._items, lambda epoch, rule: BatchOrder(rows, batch_size, offset=epoch * plan.num_rows),
@@ -159,13 +159,13 @@ class RolloutLoader(SegmentLoader):
         """Make or read the rollout at the current position; as in `SegmentLoader`."""
         self._begin_epoch()
         row = self._handed_out * self._batch_size
-        place = self._plan.find(self._epoch, row)
-        current = self._items.place
-        if current is None or place[:2] != current[:2]:
+        planned = self._plan.find(self._epoch, row)
+        current = self._items.current
+        if current is None or planned[:2] != current[:2]:
             # At its first row a rollout has not been trained on: what a file contains may be of another policy.
-            self._name, answers = self._begin(place, self._name if row > place.start else None)
-            self._items.hold(place, answers)
-        num_batches = -(-place.stop // self._batch_size) - self._handed_out
+            self._name, answers = self._make_or_read(planned, self._name if row > planned.start else None)
+            self._items.set_current(planned, answers)
+        num_batches = -(-planned.stop // self._batch_size) - self._handed_out
         return batches_per_rank(num_batches, self._shard.world_size)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmmods.data.base import DataModule
-from lmmods.data.batch.rollouts import Place
-from lmmods.data.grpo import Begin, Rollouts, sample_nothing
+from lmmods.data.batch.rollouts import PlannedRollout
+from lmmods.data.grpo import MakeOrRead, Rollouts, sample_nothing
 from lmmods.recipe.tasks.base import ReadScorer
 from lmmods.recipe.tasks.grpo import GRPOFields
 from lmmods.rollouts.maker import RolloutMaker, make_plan_function, read_prompt_facts, token_columns
@@ -48,12 +48,12 @@ class GRPO(GRPOFields, CausalModule):
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
         return {**super().data_facts(command, read_scorer), **read_prompt_facts(self, command, read_scorer)}
 
-    def link(self, datamodule: DataModule, begin: Begin = sample_nothing) -> None:
+    def link(self, datamodule: DataModule, make_or_read: MakeOrRead = sample_nothing) -> None:
         plan = make_plan_function(self, datamodule.shuffle, datamodule.seed)
-        datamodule.take_rows_from(Rollouts(plan, token_columns(self), begin))
+        datamodule.take_rows_from(Rollouts(plan, token_columns(self), make_or_read))
 
     def build_model(self, abstract: bool = False) -> None:
-        self.link(self.trainer.datamodule, self._begin_rollout)
+        self.link(self.trainer.datamodule, self._make_or_read)
         super().build_model(abstract)
 
     def prepare_model(self) -> None:
@@ -94,8 +94,8 @@ class GRPO(GRPOFields, CausalModule):
         return RolloutMaker(self, trainer.datamodule, trainer.run_folder, TorchPolicy(self),
                             lambda: trainer.global_step, self._report, trainer.is_global_zero)
 
-    def _begin_rollout(self, place: Place, name: str | None) -> tuple[str, list[dict[str, Any]]]:
-        return self.maker.begin(place, name)
+    def _make_or_read(self, planned: PlannedRollout, name: str | None) -> tuple[str, list[dict[str, Any]]]:
+        return self.maker.make_or_read(planned, name)
 
     def _report(self, metrics: dict[str, float], rollout: Rollout) -> None:
         self.trainer.log_rollout(metrics, rollout)
