@@ -99,7 +99,7 @@ class Setup:
         return cls(**arguments)
 
     def _trainer(self, overrides: dict[str, Any]) -> Any:
-        values = objects(self.recipe.kind("trainer"), self.recipe.values("trainer"))
+        values = objects(self.recipe.fields_class("trainer"), self.recipe.values("trainer"))
         # Blocks that are callbacks are added to the trainer's callbacks; `_describe` makes the others its attributes.
         callbacks = [block for block in self.blocks.values() if isinstance(block, Callback)]
         if callbacks:
@@ -137,7 +137,7 @@ class Setup:
 
     def _defaults(self) -> dict[str, Any]:
         """Return the defaults of all keys, in recipe blocks but without `class_path` and `init_args`."""
-        tree = {name: fill(self.recipe.kind(name), {}) for name in ("trainer", *BLOCKS)}
+        tree = {name: fill(self.recipe.fields_class(name), {}) for name in ("trainer", *BLOCKS)}
         for block, instance in (("model", self.model), ("data", self.datamodule)):
             tree[block] = {name: parameter.default for base in reversed(type(instance).__mro__)
                            for name, parameter in inspect.signature(base.__init__).parameters.items()
@@ -160,7 +160,7 @@ def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Se
         longest_first: See `Setup`.
         trainer: Keys of the recipe's trainer to set.
     """
-    names = keys_of(recipe.kind("trainer"))
+    names = keys_of(recipe.fields_class("trainer"))
     changes = {name: value for name, value in (DRY_RUN_KEYS | trainer).items() if name in names}
     values = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
     return Setup(replace(recipe, given=values), longest_first)

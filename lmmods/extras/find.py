@@ -54,7 +54,7 @@ def find(parsed: Recipe, what: Literal["lr", "batch_size", "both", "step"] = "bo
     if result:
         check_output_path("--result", Path(result))
     if what in ("lr", "both"):
-        task = parsed.kind("model")
+        task = parsed.fields_class("model")
         if not getattr(task, "loss_falls", True):
             name = task.__name__.removesuffix("Fields")
             raise UserError(f"find --what {what}: the loss of {name} does not fall as the model improves, so it "

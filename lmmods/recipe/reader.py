@@ -120,17 +120,17 @@ class Recipe:
 
     def values(self, block: str) -> dict[str, Any]:
         """Return the plain values of a block with defaults filled in."""
-        return fill(self.kind(block), self.given.get(block, {}))
+        return fill(self.fields_class(block), self.given.get(block, {}))
 
-    def kind(self, block: str) -> type:
-        """Return the fields of a block's class."""
+    def fields_class(self, block: str) -> type:
+        """Return the dataclass with the fields of a block."""
         return self.classes.get(block) or only_block_in(recipe_keys({}, self.engine)[block].type)
 
     def whole(self) -> dict[str, Any]:
         """Return the recipe as plain values with defaults filled in, secrets included."""
         blocks = {name: without_objects(self.values(name)) for name in ("trainer", *self.classes, *BLOCKS)}
         for name in self.classes:
-            cls = self.kind(name)
+            cls = self.fields_class(name)
             is_declared = cls in declared(name).values()
             blocks[name] = {"class_path": class_name(cls) if is_declared else import_path(cls),
                             "init_args": blocks[name]}

@@ -115,7 +115,7 @@ def check_space(recipe: list[str], space: list[Parameter]) -> tuple[str, Literal
             raise UserError(f"sweep: {key[2:]} cannot vary, as each trial has its own run folder. Remove it.")
     options, _ = options_of("fit")
     first = {parameter.key: parameter.extremes()[0] for parameter in space}
-    task = parse(["fit", *recipe, *as_words(first)], options).kind("model")
+    task = parse(["fit", *recipe, *as_words(first)], options).fields_class("model")
     for parameter in space:
         for value in parameter.extremes()[1:]:
             parse(["fit", *recipe, *as_words(first | {parameter.key: value})], options)
