@@ -194,7 +194,7 @@ def model_block(run: str, command: str, tasks: list[str] | None = None) -> dict[
 def read_blocks(folder: RunFolder) -> tuple[TaskFields | None, DataFields | None]:
     """Read `model` and `data` of a run's config.yaml into their fields; None for a user's own class."""
     parsed = parse(["predict", "--config", str(folder.config)], {}, checked=False)
-    return tuple(cls and cls(**objects(cls, parsed.given[block]))  # type: ignore[return-value]
+    return tuple(cls and cls(**objects(cls, parsed.explicit[block]))  # type: ignore[return-value]
                  for block, cls in parsed.classes.items())
 
 

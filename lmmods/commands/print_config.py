@@ -34,7 +34,7 @@ def print_config(parsed: Recipe, option: str) -> None:
 
 
 def _defaults(parsed: Recipe) -> dict[str, Any]:
-    blocks = {name: fill(parsed.fields_class(name), {}) for name in parsed.given}
+    blocks = {name: fill(parsed.fields_class(name), {}) for name in parsed.explicit}
     tasks = {name: {"init_args": blocks[name]} for name in parsed.classes}
     return {"seed_everything": DEFAULT_SEED, **blocks, **tasks, **dict.fromkeys(parsed.options), "overwrite": False}
 

@@ -47,7 +47,7 @@ class Setup:
         self.recipe = recipe = with_library_classes(recipe)
         self._check()
         self._configure_loggers()
-        self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.given[name]))
+        self.blocks = {name: self.types.blocks[name](**objects(fields, recipe.explicit[name]))
                        for name, fields in BLOCKS.items()}
         self.datamodule: DataModule = self._make("data")
         self.model: TaskFields = self._make("model")
@@ -68,7 +68,7 @@ class Setup:
 
     def _configure_loggers(self) -> None:
         """Remove loggers that the command does not use, set options of the others, and check where they write."""
-        recipe, trainer = self.recipe, self.recipe.given["trainer"]
+        recipe, trainer = self.recipe, self.recipe.explicit["trainer"]
         folder = RunFolder(recipe.values("trainer")["default_root_dir"])
         loggers = [spec for spec in _as_list(trainer.get("logger")) if isinstance(spec, ClassArguments)]
         if recipe.command != "fit" and trainer.get("logger") is not None:
@@ -85,7 +85,7 @@ class Setup:
     def _check(self) -> None:
         """Raise UserError if the recipe would run untrusted code, or names a strategy that is not supported."""
         check_recipe(self.recipe.values("model"), self.recipe.is_typed_true("model.trust_remote_code"))
-        strategy = self.recipe.given["trainer"].get("strategy")
+        strategy = self.recipe.explicit["trainer"].get("strategy")
         if isinstance(strategy, ClassArguments) and strategy.class_path.endswith(".DeepSpeedStrategy"):
             raise UserError("trainer.strategy: Lightning's DeepSpeedStrategy is not supported, as its steps are not "
                             "exact. Use lmmods.strategies.DeepSpeed.")
@@ -93,7 +93,7 @@ class Setup:
     def _make(self, block: str) -> Any:
         """Return the object of `model` or `data`."""
         cls = self.recipe.classes[block]
-        arguments = objects(cls, self.recipe.given[block])
+        arguments = objects(cls, self.recipe.explicit[block])
         if cls in declared(block).values():
             cls = implementation(cls, FOLDERS[self.recipe.engine][block])
         return cls(**arguments)
@@ -162,8 +162,8 @@ def dry_setup(recipe: Recipe, longest_first: bool = False, **trainer: Any) -> Se
     """
     names = keys_of(recipe.fields_class("trainer"))
     changes = {name: value for name, value in (DRY_RUN_KEYS | trainer).items() if name in names}
-    values = recipe.given | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.given["trainer"] | changes}
-    return Setup(replace(recipe, given=values), longest_first)
+    values = recipe.explicit | dict.fromkeys(BLOCKS, {}) | {"trainer": recipe.explicit["trainer"] | changes}
+    return Setup(replace(recipe, explicit=values), longest_first)
 
 
 def short_name(class_path: str) -> str:

@@ -100,8 +100,8 @@ class Recipe:
     Args:
         options: Options of the command itself, with their defaults.
         seed: `seed_everything`.
-        given: Values set in each block, without class names: {"trainer": {...}, "model": {...}, ...}. `UNREAD` stands
-            for values that only the engine's libraries can read.
+        explicit: Values set in each block, without class names: {"trainer": {...}, "model": {...}, ...}. `UNREAD`
+            stands for values that only the engine's libraries can read.
         classes: Fields of the declared classes of `model` and `data`; None if the user's own class is named.
         layers: Recipes and options that set the values, in order.
         words: The command line.
@@ -112,7 +112,7 @@ class Recipe:
     engine: str
     options: dict[str, Any]
     seed: bool | int
-    given: dict[str, dict[str, Any]]
+    explicit: dict[str, dict[str, Any]]
     classes: dict[str, type | None]
     layers: list[Layer]
     words: list[str]
@@ -120,7 +120,7 @@ class Recipe:
 
     def values(self, block: str) -> dict[str, Any]:
         """Return the plain values of a block with defaults filled in."""
-        return fill(self.fields_class(block), self.given.get(block, {}))
+        return fill(self.fields_class(block), self.explicit.get(block, {}))
 
     def fields_class(self, block: str) -> type:
         """Return the dataclass with the fields of a block."""
@@ -191,7 +191,7 @@ def with_library_classes(recipe: Recipe) -> Recipe:
     Raises:
         UserError: A class does not exist or may not be named, or its arguments are wrong.
     """
-    if not any(value is UNREAD for values in recipe.given.values() for value in (
+    if not any(value is UNREAD for values in recipe.explicit.values() for value in (
             values.values() if isinstance(values, dict) else (values,))):
         return recipe
     types = load_engine(recipe.engine)
@@ -199,7 +199,7 @@ def with_library_classes(recipe: Recipe) -> Recipe:
                     libraries=types.libraries | {BASES["model"]: types.model, BASES["data"]: types.data})
     for block in TASKS:
         reader.classes[block] = reader.class_of(block, recipe.layers)
-        if recipe.given[block] is UNREAD and block not in reader.named_blocks:
+        if recipe.explicit[block] is UNREAD and block not in reader.named_blocks:
             names = [*declared(block)]
             reader.report("", f"{block}.class_path is missing. Name its class, for example --{block} {names[0]} "
                               f"({', '.join(names)}).")
@@ -207,7 +207,7 @@ def with_library_classes(recipe: Recipe) -> Recipe:
     reader.merge(recipe.layers)
     blocks = {block: reader.values.get(block, {}) if values is UNREAD else {
         name: reader.values[block].get(name) if value is UNREAD else value for name, value in values.items()}
-        for block, values in recipe.given.items()}
+        for block, values in recipe.explicit.items()}
     for block, cls in reader.classes.items():
         if recipe.classes[block] is None:
             reader.complete(cls, blocks[block], block)
@@ -216,7 +216,7 @@ def with_library_classes(recipe: Recipe) -> Recipe:
             if isinstance(item, ClassArguments):
                 reader.complete(item.kind, item.init_args, f"trainer.{name}")
     refuse(reader.mistakes)
-    return dataclasses.replace(recipe, given=blocks, classes=reader.classes)
+    return dataclasses.replace(recipe, explicit=blocks, classes=reader.classes)
 
 
 def engine_of(words: list[str], files: dict[str, dict[Any, Any]] | None = None) -> str:

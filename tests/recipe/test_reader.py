@@ -136,7 +136,7 @@ def build_error(arguments: list[str], engine: str) -> str | None:
     try:
         recipe = read(arguments, engine)
         recipe = with_library_classes(recipe)
-        for value in recipe.given["trainer"].values():
+        for value in recipe.explicit["trainer"].values():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, ClassArguments):
                     item.build()
@@ -149,7 +149,7 @@ def build_error(arguments: list[str], engine: str) -> str | None:
 
 def build_block(recipe: Recipe, block: str) -> Any:
     cls = recipe.classes[block]
-    arguments = objects(cls, recipe.given[block])
+    arguments = objects(cls, recipe.explicit[block])
     if cls in declared(block).values():
         cls = implementation(cls, FOLDERS[recipe.engine][block])
     return cls(**arguments)
@@ -192,7 +192,7 @@ def test_later_layers_override_earlier_ones(recipe, tmp_path):
                                         "data: {columns: {b: output}, add_tokens: [x]}\n")
     first = recipe(model__init_args__config_overrides={"a": 1}, data__init_args__columns={"a": "instruction"})
     values = read(["fit", *first, "--config", str(tmp_path / "over.yaml"), "--data.columns.c", "input",
-                   "--data.add_tokens+", "y", "--data.add_tokens+=z"]).given
+                   "--data.add_tokens+", "y", "--data.add_tokens+=z"]).explicit
     assert values["model"]["lora"] == {"rank": 4, "dropout": 0.1, "alpha": 3}
     assert values["model"]["config_overrides"] == {"b": 2}
     assert values["data"]["columns"] == {"b": "output", "c": "input"}
@@ -209,7 +209,7 @@ def test_a_mapping_with_a_path_replaces_the_source(recipe, tmp_path):
             (["--data.source", "{limit: 5}"], {"path": "first.jsonl", "columns": {"q": "instruction"}, "limit": 5}),
             (["--data.source.path", "x.jsonl"],
              {"path": "x.jsonl", "columns": {"q": "instruction"}, "limit": 3})):
-        assert read(["fit", *first, *words]).given["data"]["source"] == source
+        assert read(["fit", *first, *words]).explicit["data"]["source"] == source
 
 
 opened: list[str] | None = None  # files opened in this process while a test records them
@@ -245,7 +245,7 @@ def test_dangerous_keys_on_the_command_line_override_files():
     for words, is_typed in ((["--model.trust_remote_code", "false", *file], False), (file, False),
                             (["--model.init_args.trust_remote_code=true", *file], True)):
         recipe = parsed(*words)
-        assert recipe.given["model"]["trust_remote_code"]
+        assert recipe.explicit["model"]["trust_remote_code"]
         assert recipe.is_typed_true("model.trust_remote_code") is is_typed
 
 
