@@ -29,7 +29,7 @@ from pair import ROOT, WORKERS, ratio  # noqa: E402
 from table import Row, markdown  # noqa: E402
 from work import CONFIGS  # noqa: E402
 
-from lmmods.core.generation_config import draws  # noqa: E402
+from lmmods.core.generation_config import sampling_uniforms  # noqa: E402
 from lmmods.core.settings import Generation  # noqa: E402
 from lmmods.recipe.tasks.base import CausalFields  # noqa: E402
 
@@ -128,7 +128,7 @@ def load_ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answe
         with fast_products(ids.device):  # as the trainer's commands run
             config = generation_config(settings[is_sampled], tokenizer, [])
             output = generate(network, ids, torch.ones_like(ids), config,
-                              uniforms=torch.from_numpy(draws(0, range(len(ids)), num_tokens)))
+                              uniforms=torch.from_numpy(sampling_uniforms(0, range(len(ids)), num_tokens)))
         return output[:, prompts.shape[1]:].tolist()
     return generate_answers
 

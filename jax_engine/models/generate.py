@@ -12,7 +12,7 @@ from jax import Array
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import UNIT, draws
+from lmmods.core.generation_config import UNIT, sampling_uniforms
 from lmmods.core.settings import Generation, check_beam_groups
 from lmmods.rollouts.policy import SampledAnswer
 
@@ -67,7 +67,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         tokens = np.asarray(programs(params, *_pad(prompts, width, pad), keys))
     else:
         prompts = [prompt for prompt in prompts for _ in range(num_answers)]
-        uniforms = draws(seed, rows, settings.max_new_tokens, num_answers)
+        uniforms = sampling_uniforms(seed, rows, settings.max_new_tokens, num_answers)
         tokens = _run_single_search(programs, params, prompts, width, pad, uniforms)["tokens"]
     return [_truncate(row.tolist(), eos) for row in tokens]
 
@@ -318,7 +318,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     total = width + next_power_of_two(max_new_tokens, BUCKET)
     prefill, step = _compiled_steps(network, width, total, fields, tuple(sorted(eos)))
     # The same random numbers as in `generate`, so that a streamed answer is the same.
-    state, uniforms = prefill(params, *_pad([prompt], width, pad)), draws(seed, [row], max_new_tokens)
+    state, uniforms = prefill(params, *_pad([prompt], width, pad)), sampling_uniforms(seed, [row], max_new_tokens)
     for index in range(max_new_tokens):
         state = step(params, state, uniforms[:, index])
         token = int(np.asarray(state["latest"])[0])

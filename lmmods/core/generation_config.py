@@ -66,7 +66,8 @@ def exported_generation(settings: Generation, base: dict[str, Any], stop_token_i
 UNIT = 2**-30  # of probability; sums stay below 2^31 for any vocabulary
 
 
-def draws(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: int | None = None) -> np.ndarray:
+def sampling_uniforms(seed: int, rows: Iterable[int], count: int, answers: int = 1, step: int | None = None
+                      ) -> np.ndarray:
     """Return uniform numbers in [0, 1), [rows * answers, count] float32; an answer's numbers do not depend on others.
 
     Each answer to a row has its own stream of Philox4x64 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1,

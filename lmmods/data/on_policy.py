@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.collate import DRAWN
 from lmmods.data.batch.loader import Batch, SegmentLoader, Shard
@@ -92,7 +92,8 @@ class SampledSet(Dataset):
         for index in indices:
             epoch, row = divmod(index, len(self))
             # A row's first random number decides whether its answer is sampled; the others sample its tokens.
-            [first, *token_uniforms] = draws(on_policy.seed, [row], 1 + on_policy.max_new_tokens, step=epoch)[0]
+            [[first, *token_uniforms]] = sampling_uniforms(on_policy.seed, [row], 1 + on_policy.max_new_tokens,
+                                                           step=epoch)
             if first < on_policy.fraction and on_policy.has_space(int((item := self._items[index])["prompt_length"])):
                 selected.append((index, item))
                 uniforms.append(token_uniforms)

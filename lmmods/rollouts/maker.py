@@ -10,7 +10,7 @@ import numpy as np
 
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.rollouts import PlannedRollout, RolloutPlan
 from lmmods.data.grpo import Prompt, PromptData
@@ -158,8 +158,8 @@ class RolloutMaker:
                        is_greedy: bool = False) -> list[Group]:
         """Sample `size` answers to each prompt and score them."""
         task, data, start = self._task, self._data, time.perf_counter()
-        uniforms = None if is_greedy else draws(data.run_seed, [prompt.row_index for prompt in prompts],
-                                                task.max_new_tokens, size, step)
+        uniforms = None if is_greedy else sampling_uniforms(data.run_seed, [prompt.row_index for prompt in prompts],
+                                                            task.max_new_tokens, size, step)
         if task.environment is not None:
             prompts, answers = self._turns.answer(prompts, size, uniforms, seconds)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.settings import Generation, num_layers
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import CausalFields
@@ -86,7 +86,7 @@ class TextModel:
         ids = torch.tensor([prompt], device=self._device)
         watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
         torch.manual_seed(seed)  # beam sampling uses torch's generator
-        uniforms = torch.from_numpy(draws(seed, [row], settings.max_new_tokens)).to(self._device)
+        uniforms = torch.from_numpy(sampling_uniforms(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
             tokens = generate(self._network, ids, torch.ones_like(ids),
                               generation_config(settings, self._tokenizer, stop_token_ids), uniforms=uniforms,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.loader import Shard
 from lmmods.data.on_policy import OnPolicy, OnPolicyLoader, SampledSet
@@ -89,7 +89,8 @@ def test_the_sampled_rows_depend_only_on_seed_epoch_and_row():
     assert abs(chosen.sum() - fraction * 2 * count) < 3 * np.sqrt(2 * count * fraction * (1 - fraction))
     assert (chosen == choose(fraction, order=-1)).all() and (chosen <= choose(0.6)).all()
     assert (chosen[:count] != chosen[count:]).any() and (chosen != choose(fraction, seed=4)).any()
-    expected = [draws(3, [row], 1, step=epoch)[0, 0] < fraction for epoch in range(2) for row in range(count)]
+    expected = [sampling_uniforms(3, [row], 1, step=epoch)[0, 0] < fraction
+                for epoch in range(2) for row in range(count)]
     assert chosen.tolist() == expected
     assert choose(1.0).all()
 
@@ -103,7 +104,7 @@ def test_a_sampled_answer_is_all_target_and_its_prompt_is_not():
             assert not item["drawn"] and item["input_ids"][prompt_length:].tolist() == [7, 7]
         else:
             # The first uniform number has chosen the row.
-            uniforms = draws(3, [item["row"]], 1 + MAX_NEW_TOKENS, step=item["draw"])[0, 1:]
+            uniforms = sampling_uniforms(3, [item["row"]], 1 + MAX_NEW_TOKENS, step=item["draw"])[0, 1:]
             [answer] = Student()([[0]], uniforms[None])
             assert item["drawn"] and item["input_ids"][prompt_length:].tolist() == answer.tolist()
             assert item["labels"].tolist() == [IGNORED] * prompt_length + item["input_ids"][prompt_length:].tolist()

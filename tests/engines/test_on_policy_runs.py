@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lmmods.cli import main
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.data.sft import SFTData
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import TIMED, assert_same_run, rows
@@ -61,7 +61,7 @@ def compute_first_step(source, student, teacher):
     total = 0.0
     for row_index in order._order_of(0, order._rule)[0]:
         item = items[row_index]
-        first, *uniforms = draws(SEED, [row_index], 1 + MAX_NEW_TOKENS, step=0)[0]
+        first, *uniforms = sampling_uniforms(SEED, [row_index], 1 + MAX_NEW_TOKENS, step=0)[0]
         is_sampled, length = bool(first < FRACTION), int(item["prompt_length"])
         ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
         if is_sampled:

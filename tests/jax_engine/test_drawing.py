@@ -12,7 +12,7 @@ import torch
 
 from jax_engine.models import generate as generation
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.settings import Generation
 from tests.closeness import assert_as_close, in_both
 
@@ -28,7 +28,8 @@ def ref(make_ref):
 
 @pytest.fixture(scope="module")
 def sampled(ref):
-    return generation.sample_answers(ref.net, ref.params, PROMPTS, draws(1, ROWS, NEW), TEMPERATURE, NEW, EOS, pad=0)
+    uniforms = sampling_uniforms(1, ROWS, NEW)
+    return generation.sample_answers(ref.net, ref.params, PROMPTS, uniforms, TEMPERATURE, NEW, EOS, pad=0)
 
 
 def compute_scores(model, prompt, tokens, temperature):
@@ -65,7 +66,8 @@ def test_sampled_tokens_equal_those_of_generate(ref, sampled):
 
 def test_log_probs_and_entropies_equal_a_full_forward_pass(ref, sampled):
     check_scores(ref, PROMPTS, sampled, TEMPERATURE)
-    hot = generation.sample_answers(ref.net, ref.params, PROMPTS[:2], draws(1, ROWS[:2], NEW), 1.5, NEW, EOS, pad=0)
+    uniforms = sampling_uniforms(1, ROWS[:2], NEW)
+    hot = generation.sample_answers(ref.net, ref.params, PROMPTS[:2], uniforms, 1.5, NEW, EOS, pad=0)
     check_scores(ref, PROMPTS[:2], hot, 1.5)
 
 
@@ -81,8 +83,8 @@ def test_scores_do_not_change_when_other_rows_end_early(ref):
     """Most rows end early; the others continue in a smaller batch."""
     settings = Generation(max_new_tokens=90, do_sample=True, top_k=0)
     for count in (20, 30):
-        prompts, rows = [PROMPTS[row % 7] for row in range(count)], range(count)
-        answers = generation.sample_answers(ref.net, ref.params, prompts, draws(1, rows, 90), 1.0, 90, EOS, pad=0)
+        prompts, uniforms = [PROMPTS[row % 7] for row in range(count)], sampling_uniforms(1, range(count), 90)
+        answers = generation.sample_answers(ref.net, ref.params, prompts, uniforms, 1.0, 90, EOS, pad=0)
         lengths = sorted(len(answer.tokens) for answer in answers)
         assert lengths[-9] < lengths[-1]
         _, proceed, _ = generation._compiled(ref.net, 32, astuple(settings), tuple(EOS), 1.0)
@@ -92,7 +94,7 @@ def test_scores_do_not_change_when_other_rows_end_early(ref):
 
 def test_another_number_of_prompts_compiles_no_new_program(ref):
     before = generation._compiled.cache_info().misses
-    uniforms = draws(2, range(8), 3)
+    uniforms = sampling_uniforms(2, range(8), 3)
     whole = generation.sample_answers(ref.net, ref.params, PROMPTS, uniforms[:7], 1.0, 3, EOS, pad=0)
     for count in (6, 5):
         part = generation.sample_answers(ref.net, ref.params, PROMPTS[:count], uniforms[:count], 1.0, 3, EOS, pad=0)

@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 
 from jax_engine.models import generate as generation
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.settings import Generation
 from lmmods.torch_engine.nn import decoding
 
@@ -144,7 +144,7 @@ def test_torch_samples_the_same_tokens_in_any_batch(make_ref, settings):
     answers = generation.generate(ref.net, ref.params, prompts, settings, EOS, pad=0, seed=2**32 - 1, rows=rows)
     config = GenerationConfig(**{name: value for name, value in asdict(settings).items() if value is not None},
                               pad_token_id=0, eos_token_id=EOS)
-    uniforms = torch.from_numpy(draws(2**32 - 1, rows, 30))
+    uniforms = torch.from_numpy(sampling_uniforms(2**32 - 1, rows, 30))
     for picked in ([0, 1, 2], [2], [1, 0]):
         width = max(len(prompts[row]) for row in picked)
         ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in picked])
@@ -177,12 +177,13 @@ def test_a_token_of_probability_zero_is_never_sampled():
 
 
 def test_random_numbers_of_a_row_are_uniform_and_independent():
-    uniforms = draws(5, range(-1, 999), 1000)
-    assert np.array_equal(draws(5, [7, 3], 10), uniforms[[8, 4], :10])
-    assert not np.array_equal(draws(6, [7], 10), uniforms[[8], :10])
-    several = draws(5, [7, 3], 10, answers=4)  # the first answers are those of a row with one
-    assert np.array_equal(several[::4], uniforms[[8, 4], :10]) and np.array_equal(several[:2], draws(5, [7], 10, 2))
-    assert len(np.unique(draws(5, range(50), 100, answers=4))) > 0.99 * 50 * 100 * 4
+    uniforms = sampling_uniforms(5, range(-1, 999), 1000)
+    assert np.array_equal(sampling_uniforms(5, [7, 3], 10), uniforms[[8, 4], :10])
+    assert not np.array_equal(sampling_uniforms(6, [7], 10), uniforms[[8], :10])
+    several = sampling_uniforms(5, [7, 3], 10, answers=4)  # the first answers are those of a row with one
+    assert np.array_equal(several[::4], uniforms[[8, 4], :10])
+    assert np.array_equal(several[:2], sampling_uniforms(5, [7], 10, 2))
+    assert len(np.unique(sampling_uniforms(5, range(50), 100, answers=4))) > 0.99 * 50 * 100 * 4
     assert 0 <= uniforms.min() and uniforms.max() < 1
     for axis in (0, 1):  # rows and columns: means of a thousand numbers of variance 1/12
         assert np.abs(uniforms.mean(axis) - 0.5).max() < 5 / np.sqrt(12 * 1000)

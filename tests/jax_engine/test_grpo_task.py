@@ -29,7 +29,7 @@ from jax_engine.tasks.grpo import GRPO, OF_REFERENCE, JaxPolicy
 from jax_engine.tasks.reference import COPIES
 from jax_engine.tasks.sampler import answers_at_once
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.settings import LoRA, Optimizer
 from lmmods.data.sft import SFTData
 from lmmods.rollouts.policy import Row
@@ -284,7 +284,7 @@ def test_sampled_answers_have_the_same_log_probs_when_scored(adapted, layout):
     task, trainable, frozen = adapted
     policy = JaxPolicy(run_of(task, trainable, frozen, LAYOUTS[layout]()))
     assert (policy.rank, policy.num_ranks) == (0, 1)
-    uniforms = draws(1, range(len(PROMPTS)), ANSWER)
+    uniforms = sampling_uniforms(1, range(len(PROMPTS)), ANSWER)
     sampled = policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2])
     expected = sample_answers(task.network, merge(trainable, frozen), PROMPTS, uniforms, TEMPERATURE, ANSWER, [2], 0)
     assert [answer.tokens.tolist() for answer in sampled] == [answer.tokens.tolist() for answer in expected]
@@ -313,7 +313,7 @@ def test_scores_do_not_depend_on_batches(adapted):
 def test_answers_are_sampled_in_several_batches_if_memory_is_short(adapted, monkeypatch):
     task, trainable, frozen = adapted
     policy = JaxPolicy(run_of(task, trainable, frozen, LAYOUTS["one"]()))
-    uniforms = draws(1, range(len(PROMPTS)), ANSWER)
+    uniforms = sampling_uniforms(1, range(len(PROMPTS)), ANSWER)
     whole = policy.draw(PROMPTS, uniforms, TEMPERATURE, ANSWER, [2])
     assert answers_at_once(task.network, 40, present_target().memory) >= len(PROMPTS)
     cache = jax.eval_shape(lambda: task.network.init_cache(1, 5 + ANSWER))

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from lmmods.core.errors import UserError
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.labels import IGNORED
 from lmmods.data.grpo import Prompt
 from lmmods.recipe.tasks.grpo import GRPOFields
@@ -98,7 +98,7 @@ def talk(folder, tmp_path):
         data = prompts(folder, tmp_path, list(rows), tools, limit, scored, **fields)
         policy = ScriptedPolicy(data.tokenizer, say)
         data_prompts = [data.prompt("train", index) for index in range(len(rows))]
-        uniforms = None if seed is None else draws(seed, range(len(rows)), limit, size)
+        uniforms = None if seed is None else sampling_uniforms(seed, range(len(rows)), limit, size)
         with trusting(True):
             turns = Turns(task, data, policy)
         try:
@@ -147,7 +147,7 @@ def test_each_turn_continues_with_the_next_uniform_numbers(talk):
     turns = [call(number=1), "Seen.", "Nothing to do."]
     chat = talk(lambda turn, text: turns[turn] if "First" in text else turns[2], size=2, seed=5,
                 rows=[{"messages": [{"role": "user", "content": "First."}]}, {}])
-    uniforms = draws(5, range(2), 400, 2)
+    uniforms = sampling_uniforms(5, range(2), 400, 2)
     (first, first_uniforms, _), (second, second_uniforms, budget) = chat.policy.requests
     assert [len(first), len(second)] == [4, 2] and np.array_equal(first_uniforms, uniforms)
     for row in (0, 1):
@@ -177,7 +177,7 @@ def test_a_shorter_answer_has_its_full_budget_next_to_a_longer_one(talk):
     chat = talk(lambda turn, text: turns["aa" in text][turn], rows, seed=1, limit=300, max_length=500)
     assert [answer.tools for answer in chat.answers] == [counts(2, 1)] * 2
     assert [answer.text for answer in chat.answers] == ["x" * 20, "y" * 190]
-    uniforms = draws(1, range(2), 300)[1]
+    uniforms = sampling_uniforms(1, range(2), 300)[1]
     (_, first_uniforms, _), *later_requests = [(len(batch[-1]) - len(chat.prompts[1].ids), row[-1], budget)
                                                for batch, row, budget in chat.policy.requests]
     assert np.array_equal(first_uniforms, uniforms) and len(later_requests) > 1

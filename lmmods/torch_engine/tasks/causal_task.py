@@ -11,7 +11,7 @@ from torch import Tensor
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, Mixture, check_balance
-from lmmods.core.generation_config import draws
+from lmmods.core.generation_config import sampling_uniforms
 from lmmods.core.settings import Generation, require
 from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import DRAWN, PLACES
@@ -135,7 +135,8 @@ class CausalModule(CausalFields, TaskModule):
         if num_positions and getattr(self.model.config.get_text_config(), "rope_parameters", None) is None:
             self.generation.check_positions(prompt_length, num_positions)
         config = generation_config(self.generation, data.tokenizer, data.codec.stop_token_ids)
-        uniforms = draws(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens, self.num_answers)
+        uniforms = sampling_uniforms(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens,
+                                     self.num_answers)
         ids, mask = (batch[name].repeat_interleave(self.num_answers, 0) for name in ("input_ids", "attention_mask"))
         tokens = self(generate, self.model, ids, mask, config,
                       self.device_mesh is not None, torch.from_numpy(uniforms).to(self.device))
