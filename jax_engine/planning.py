@@ -33,7 +33,7 @@ from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import Target
 from lmmods.core.labels import has_tokens
 from lmmods.core.memory import score_flops
-from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
+from lmmods.core.plan import SamplingPlan, StepPlan, Traffic, Variant
 from lmmods.data.base import DataModule
 from lmmods.runs.schedule import RunLength
 
@@ -120,9 +120,10 @@ class Planner:
             self.on, "simulated" if self.on.is_simulated else "compiled", compiled.parts, parts, compiled.available,
             compiled.refusal, traffic, self._flops(task, trainable, frozen, rows, variant.accumulated),
             task.network.build.dtype.name, tokens, parallel.data_parallel_size, notes, kernels=_kernels(programs),
-            drawing=self._sampling(task, parallel, merge(trainable, without_copies(frozen)), variant), gap=compiled.gap)
+            sampling=self._sampling(task, parallel, merge(trainable, without_copies(frozen)), variant),
+            gap=compiled.gap)
 
-    def _sampling(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> Drawing | None:
+    def _sampling(self, task: Task, parallel: Parallel, params: Tree, variant: Variant) -> SamplingPlan | None:
         """Return how a process samples answers: on one of its devices, or on all devices of a one-process mesh.
 
         Assumes one process per group of linked devices.
@@ -136,9 +137,10 @@ class Planner:
         weights = [(".".join(path), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf)))
                    for path, leaf in flatten(params).items() if path != lookup_path]
         length = self.data.max_length
-        return Drawing.of(config, -(-load.answers // processes), answers_at_once(task.network, length, self.on.memory),
-                          load.steps, (length, load.new_tokens), task.network.build.dtype.itemsize, weights,
-                          self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
+        at_once = answers_at_once(task.network, length, self.on.memory)
+        return SamplingPlan.of(config, -(-load.answers // processes), at_once, load.steps,
+                               (length, load.new_tokens), task.network.build.dtype.itemsize, weights,
+                               self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
     def _usable_memory(self) -> float:
         return self.on.room(Pool.from_environment().fraction)

@@ -99,7 +99,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingPlan:
     """Sampling of the answers that training needs, on a device.
 
     Args:
@@ -125,7 +125,7 @@ class Drawing:
 
     @staticmethod
     def of(config: "PreTrainedConfig", answers: int, at_once: int, steps: int, lengths: tuple[int, int], itemsize: int,
-           weights: Iterable[tuple[str, float]], num_devices: int = 1) -> "Drawing":
+           weights: Iterable[tuple[str, float]], num_devices: int = 1) -> "SamplingPlan":
         """Return the sampling of answers of maximum length to prompts of maximum length.
 
         Args:
@@ -140,8 +140,8 @@ class Drawing:
         expert_fraction = 1.0 if mixture is None else min(at_once * mixture.per_token / mixture.num, 1.0)
         weight_bytes = sum(num_bytes * (expert_fraction if "experts" in name else 1) for name, num_bytes in weights)
         cache_read = sum(cache_bytes(config, position, itemsize) for position in range(length - new_tokens, length))
-        return Drawing(answers, at_once, steps, new_tokens, weight_bytes / num_devices, cache_read / num_devices,
-                       cache_bytes(config, length, itemsize) / num_devices)
+        return SamplingPlan(answers, at_once, steps, new_tokens, weight_bytes / num_devices, cache_read / num_devices,
+                            cache_bytes(config, length, itemsize) / num_devices)
 
     def seconds(self, target: Target) -> float | None:
         """Return the minimum sampling time of an optimiser step; None if the target's figures are unknown."""
@@ -172,7 +172,7 @@ class StepPlan:
         counted: Source of `flops`.
         kernels: Number of calls of each fused attention kernel in the programs.
         method: How `memory` was found.
-        drawing: Answers that are sampled for the step, if any; their time is added to `bounds`.
+        sampling: Answers that are sampled for the step, if any; their time is added to `bounds`.
         gap: As in `StepMemory`, for the temporaries.
     """
 
@@ -191,7 +191,7 @@ class StepPlan:
     counted: Source = "assumed"
     kernels: dict[str, int] = field(default_factory=dict)
     method: Method = "compiled by XLA"
-    drawing: Drawing | None = None
+    sampling: SamplingPlan | None = None
     gap: float = math.inf
 
     @property
@@ -248,14 +248,14 @@ class StepPlan:
             yield _line(kind, self.source, f"{traffic.count} a step, {_size(traffic.num_bytes)} among "
                         f"{traffic.group} devices")
         yield _line("arithmetic of a step", self.counted, f"{self.flops / 1e12:,.3g} TFLOP on each device")
-        if self.drawing:
-            sampling = self.drawing
+        if self.sampling:
+            sampling = self.sampling
             yield _line("answers", "assumed", f"{sampling.answers} on each device that samples, for "
                         f"{sampling.steps} step{'s' if sampling.steps > 1 else ''}, {sampling.at_once} at once, whose "
                         f"keys and values take {_size(sampling.at_once * sampling.held)}")
         if bounds := self.bounds():
             details = ", ".join(f"{name} {_time(value)}" for name, value in bounds.items())
-            sampling_seconds = (self.drawing.seconds(self.target) if self.drawing else None) or 0.0
+            sampling_seconds = (self.sampling.seconds(self.target) if self.sampling else None) or 0.0
             seconds = max(bounds.values()) + sampling_seconds
             if sampling_seconds:
                 details = (f"{_time(max(bounds.values()))} to train: {details}; {_time(sampling_seconds)} to sample "
@@ -263,9 +263,9 @@ class StepPlan:
             yield _line("a step takes at least", "assumed", f"{_time(seconds)} ({details})")
             yield _line("so at most", "assumed", f"{self.num_tokens / seconds:,.0f} tokens per second, "
                         f"{self.num_tokens:,} a step")
-            if self.drawing and sampling_seconds:
+            if self.sampling and sampling_seconds:
                 yield _line("sampling takes at least", "assumed", f"{sampling_seconds / seconds:.0%} of it, if all "
-                            f"answers have {self.drawing.new_tokens} tokens, each of which reads the weights and the "
+                            f"answers have {self.sampling.new_tokens} tokens, each of which reads the weights and the "
                             "cache")
             if num_steps is not None:
                 hours = num_steps * seconds / 3600 * self.target.num_devices

@@ -28,7 +28,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import USABLE, Target
 from lmmods.core.labels import has_tokens
-from lmmods.core.plan import Drawing, StepPlan, Traffic, Variant
+from lmmods.core.plan import SamplingPlan, StepPlan, Traffic, Variant
 from lmmods.data.base import DataModule
 from lmmods.runs.schedule import RunLength
 from lmmods.torch_engine.compat.bitsandbytes import outline_template
@@ -380,9 +380,9 @@ class Planner:
             self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(USABLE),
             None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
             self._notes(task, optimizer), "simulated", method="counted on fake tensors",
-            drawing=self._drawing(task, variant, is_sharded))
+            sampling=self._sampling(task, variant, is_sharded))
 
-    def _drawing(self, task: TaskModule, variant: Variant, is_sharded: bool) -> Drawing | None:
+    def _sampling(self, task: TaskModule, variant: Variant, is_sharded: bool) -> SamplingPlan | None:
         """Return the cost of sampling a rank's answers; processes that share micro-batches sample the same answers."""
         load = task.sampling_load(variant.rows * variant.accumulated, self.data.eval_batch_size)
         if load is None:
@@ -392,13 +392,13 @@ class Planner:
         weights = [(name, param.numel() * param.element_size()) for name, param in model.named_parameters()
                    if param is not looked_up]
         *counts, new_tokens = load
-        drawing = Drawing.of(model.config, *counts, (self.data.max_length, new_tokens), itemsize, weights)
+        sampling = SamplingPlan.of(model.config, *counts, (self.data.max_length, new_tokens), itemsize, weights)
         if not is_sharded:
-            return drawing
+            return sampling
         # Each token gathers the parameters in the type of the products.
         gathered = sum(param.numel() * (itemsize if param.is_floating_point() else param.element_size())
                        for param in model.parameters())
-        return replace(drawing, gathered=gathered, group=self.on.num_devices)
+        return replace(sampling, gathered=gathered, group=self.on.num_devices)
 
     def _pieces(self, task: TaskModule, variant: Variant) -> tuple[int, int]:
         """Return the number of rows per chunk and of chunks per optimiser step; turn off chunking in the task."""

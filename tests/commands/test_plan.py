@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from lmmods.commands.plan import find_fitting_variant
 from lmmods.core.hardware import target_named
 from lmmods.core.memory import score_flops
-from lmmods.core.plan import GIB, Drawing, StepPlan, Traffic, Variant, remedies
+from lmmods.core.plan import GIB, SamplingPlan, StepPlan, Traffic, Variant, remedies
 from tests.forks import together
 
 RECIPE = Variant(rows=8, accumulated=2, checkpointing=False, strategy="auto", quantize=None, lora=None)
@@ -45,24 +45,25 @@ def test_sampling_reads_weights_and_cache_for_every_token():
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, head_dim=16)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 5
     token_bytes = 2 * 2 * 16 * 2  # keys and values of a layer: 2 heads of 16 features, 2 bytes each
-    drawing = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)])
-    assert drawing.weights == 1500 and drawing.held == token_bytes * (7 + 5)
-    assert drawing.cache == token_bytes * ((4 + 5 + 6) + (4 + 5 + 5))
+    sampling = SamplingPlan.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)])
+    assert sampling.weights == 1500 and sampling.held == token_bytes * (7 + 5)
+    assert sampling.cache == token_bytes * ((4 + 5 + 6) + (4 + 5 + 5))
     target = target_named("8xH100")
-    assert drawing.seconds(target) == pytest.approx((3 * 3 * 1500 + 5 * drawing.cache) / 3350e9 / 4)
-    sharded = replace(drawing, gathered=8e9, group=8)
+    assert sampling.seconds(target) == pytest.approx((3 * 3 * 1500 + 5 * sampling.cache) / 3350e9 / 4)
+    sharded = replace(sampling, gathered=8e9, group=8)
     assert sharded.seconds(target) == pytest.approx(3 * 3 * 7e9 / 450e9 / 4)
-    assert Drawing.of(config, 5, 9, 4, (7, 3), 2, []).at_once == 5 and drawing.seconds(target_named("cpu")) is None
+    assert SamplingPlan.of(config, 5, 9, 4, (7, 3), 2, []).at_once == 5
+    assert sampling.seconds(target_named("cpu")) is None
     config.num_local_experts, config.num_experts_per_tok = 8, 1
-    assert Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)]).weights == 1000 + 125
-    halved = Drawing.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0)], num_devices=2)
-    assert (halved.weights, halved.cache, halved.held) == (500, drawing.cache / 2, drawing.held / 2)
+    assert SamplingPlan.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0), ("experts.up", 500.0)]).weights == 1000 + 125
+    halved = SamplingPlan.of(config, 5, 2, 4, (7, 3), 2, [("embed", 1000.0)], num_devices=2)
+    assert (halved.weights, halved.cache, halved.held) == (500, sampling.cache / 2, sampling.held / 2)
 
 
 def test_the_time_of_sampling_is_added_to_the_step():
     """The target reads 3350 GB of memory per second."""
-    drawing = Drawing(16, 8, 2, 10, weights=3350e9 / 20, cache=0.0, held=GIB, gathered=0.0)
-    step_plan = build_plan(1, flops=989.4e12, drawing=drawing)
+    sampling = SamplingPlan(16, 8, 2, 10, weights=3350e9 / 20, cache=0.0, held=GIB, gathered=0.0)
+    step_plan = build_plan(1, flops=989.4e12, sampling=sampling)
     lines = list(step_plan.lines(7200))
     assert any("16 on each device that samples, for 2 steps, 8 at once, whose keys and values take 8.00 GiB" in line
                for line in lines)
