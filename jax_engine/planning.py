@@ -156,7 +156,7 @@ class Planner:
         # Full remat repeats the layers' forward pass: 2 FLOPs per weight.
         if is_recomputed:
             mixture = mixture_of(task.network.config)
-            step += 2 * sum(leaf.size * (mixture.share if "experts" in path else 1)
+            step += 2 * sum(leaf.size * (mixture.fraction if "experts" in path else 1)
                             for tree in (trainable, frozen) for path, leaf in flatten(tree).items()
                             if path[0].partition(AT)[0] == "layers")
         total = (trained * step + forward_alone * forward) * tokens.size

@@ -271,7 +271,7 @@ class Task(TaskFields, ABC):
         # A table that is only looked up needs no product.
         lookup_path = None if is_also_head else ("embed", "tokens", "weight")
         mixture = mixture_of(network.config)
-        return sum(round(leaf.size * mixture.share) if "experts" in path else leaf.size
+        return sum(round(leaf.size * mixture.fraction) if "experts" in path else leaf.size
                    for path, leaf in flatten(tree).items() if path != lookup_path)
 
 

@@ -31,7 +31,7 @@ class Mixture:
     has_mlp: bool = False
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Fraction of the experts used by a token."""
         return self.per_token / self.num
 

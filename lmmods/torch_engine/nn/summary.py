@@ -75,7 +75,7 @@ def training_flops(model: nn.Module) -> int:
     def count_active(name: str, param: Tensor) -> int:
         # A token only uses the experts that it is routed to.
         is_expert = mixture is not None and ".experts." in name
-        return round(num_elements(param) * mixture.share) if is_expert else num_elements(param)
+        return round(num_elements(param) * mixture.fraction) if is_expert else num_elements(param)
 
     counts = [(count_active(name, param), param.requires_grad) for name, param in model.named_parameters()
               if param is not looked_up]
