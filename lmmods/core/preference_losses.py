@@ -155,7 +155,7 @@ METHODS: dict[str, Method] = {
     "apo_zero_unpaired": Method(None),  # D'Oosterlinck et al. 2024
 }
 _SORTS = "it sorts the scores of a micro-batch, so its gradient depends on the batch split"
-REFUSED = {
+UNSUPPORTED = {
     "aot": _SORTS, "aot_pair": _SORTS, "aot_unpaired": _SORTS,
     "bco": "it needs a running mean of rewards; bco_pair is the form without",
     "discopop": "it is not supported; sigmoid is the closest",
@@ -178,8 +178,8 @@ class PreferenceLoss:
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.loss in REFUSED:
-            raise UserError(f"model.loss {self.loss}: {REFUSED[self.loss]}.", "model.loss")
+        if self.loss in UNSUPPORTED:
+            raise UserError(f"model.loss {self.loss}: {UNSUPPORTED[self.loss]}.", "model.loss")
         require(self.loss in METHODS, "model.loss", self.loss, f"one of {', '.join(METHODS)}")
         method = self.method
         require(self.beta > 0, "model.beta", self.beta, "more than 0")

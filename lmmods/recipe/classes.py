@@ -29,7 +29,7 @@ ALLOWED = {
 }
 
 # Callback that is not supported -> reason, or what to use instead.
-REFUSED = {
+UNSUPPORTED = {
     "BackboneFinetuning": "Set model.lora with targets and modules_to_save.",
     "BaseFinetuning": "Set model.lora with targets and modules_to_save.",
     "BasePredictionWriter": "predict writes predictions.jsonl.",
@@ -71,7 +71,7 @@ def unsupported_reason(class_path: str) -> str | None:
         return None
     if class_path.startswith("lmmods."):
         return "It is part of every run. Remove it."
-    return REFUSED.get(name, "A resumed run could differ. Remove it.")
+    return UNSUPPORTED.get(name, "A resumed run could differ. Remove it.")
 
 
 # Keys whose values are library classes, with the tested classes that may be given by short name; any other class needs
@@ -234,7 +234,7 @@ def check_name(key: str, name: str, engine: str) -> None:
     names = names_of(key, engine)
     folders = {engine_name: FOLDERS[engine_name].get(key) for engine_name in ENGINES}
     folder = folders.pop(engine)
-    if key == "trainer.callbacks" and engine == "torch" and name in REFUSED:
+    if key == "trainer.callbacks" and engine == "torch" and name in UNSUPPORTED:
         check_callback(f"lightning.{name}")
     if folder is None or name in _classes_in(folder):
         return

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.profilers import Profiler
 
 from lmmods.cli import main
-from lmmods.recipe.classes import ALLOWED, REFUSED
+from lmmods.recipe.classes import ALLOWED, UNSUPPORTED
 from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_checkpoint
 
@@ -19,10 +19,10 @@ NEEDED = {"EarlyStopping": {"monitor": "val/loss", "patience": 9}}
 ABSTRACT = ["BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "ProgressBar"]
 
 
-def test_every_lightning_callback_is_either_allowed_or_refused():
-    unknown = LIGHTNING_CALLBACKS - set(ALLOWED) - set(REFUSED)
+def test_every_lightning_callback_is_either_allowed_or_unsupported():
+    unknown = LIGHTNING_CALLBACKS - set(ALLOWED) - set(UNSUPPORTED)
     assert not unknown, f"Lightning has new callbacks: {unknown}. Add them to recipe/classes.py once tried."
-    assert not set(ALLOWED) & set(REFUSED) and set(ALLOWED) | set(REFUSED) <= LIGHTNING_CALLBACKS
+    assert not set(ALLOWED) & set(UNSUPPORTED) and set(ALLOWED) | set(UNSUPPORTED) <= LIGHTNING_CALLBACKS
 
 
 @pytest.mark.parametrize("name", sorted(LIGHTNING_CALLBACKS - set(ALLOWED)))
@@ -50,7 +50,7 @@ def test_help_lists_only_supported_callbacks_and_strategies(capsys):
     help_text = "".join(capsys.readouterr().out.split())
     callbacks_help = help_text[help_text.rindex("--trainer.callbacks"):help_text.rindex("--trainer.max_epochs")]
     assert all(f"{name}" in callbacks_help for name in ALLOWED), callbacks_help
-    for name in REFUSED.keys() - {"Callback"}:
+    for name in UNSUPPORTED.keys() - {"Callback"}:
         assert f"callbacks.{name}," not in callbacks_help and f"callbacks.{name})" not in callbacks_help, name
     assert "FSDPStrategy" not in help_text and "lmmods.strategies.FSDP2" in help_text
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
-from lmmods.core.preference_losses import METHODS, REFUSED, PreferenceLoss
+from lmmods.core.preference_losses import METHODS, UNSUPPORTED, PreferenceLoss
 
 TORCH = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, relu=torch.relu, log=torch.log,
                         expm1=torch.expm1, where=torch.where)
@@ -165,4 +165,4 @@ def test_invalid_preference_settings_are_rejected(settings, message):
 
 
 def test_no_loss_is_both_supported_and_rejected():
-    assert not set(REFUSED) & set(METHODS)
+    assert not set(UNSUPPORTED) & set(METHODS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmmods.core.errors import UserError
 from lmmods.core.optimizers import SHARDABLE
-from lmmods.core.preference_losses import METHODS, REFUSED
+from lmmods.core.preference_losses import METHODS, UNSUPPORTED
 from lmmods.extras.migration.draft import Draft
 from lmmods.recipe.classes import declared
 from lmmods.recipe.engines import LOGGERS
@@ -274,7 +274,7 @@ def take_loss(draft: Draft, name: str, origin: str) -> str:
     """Set the task with a loss, or with sigmoid if the name is unknown; return the loss."""
     loss = name if name in METHODS else NEAREST.get(name, "sigmoid")
     if loss != name:
-        draft.lose(origin, f"{REFUSED.get(name, f'{name} is not supported')}; {loss} is used instead")
+        draft.lose(origin, f"{UNSUPPORTED.get(name, f'{name} is not supported')}; {loss} is used instead")
     draft.put("model", "Preference", "")
     draft.put("model.loss", loss, origin)
     return loss

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmmods.core.preference_losses import METHODS, REFUSED
+from lmmods.core.preference_losses import METHODS, UNSUPPORTED
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import PROMPT_LENGTH, Names, reject_objective, take_quantization, take_training
@@ -69,7 +69,7 @@ def _find_preference_trainer(content: dict[str, Any]) -> str | None:
     trainer = next((PREFERENCES[key] for key in PREFERENCES if content.get(key) is not None), None)
     if trainer == "dpo" and losses == ["simpo"]:
         return "cpo"
-    return trainer or ("dpo" if any(name in METHODS or name in REFUSED for name in losses) else None)
+    return trainer or ("dpo" if any(name in METHODS or name in UNSUPPORTED for name in losses) else None)
 
 
 def _is_reward(content: dict[str, Any]) -> bool:
