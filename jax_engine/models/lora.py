@@ -123,7 +123,7 @@ class PrincipalParts:
         part = Principal(weight.transposed() if conv1d else weight, self._lora.rank, self._lora.scaling, name,
                          lambda values: np.asarray(values, np.float32), lambda values: values.astype(weight.dtype))
         self._parts.setdefault(path, {})[layer] = part
-        return part.rest.transposed() if conv1d else part.rest
+        return part.residual.transposed() if conv1d else part.residual
 
     def factors(self) -> dict[LeafPath, np.ndarray]:
         """Return the initial A and B, float32, stacked over all layers."""

@@ -81,7 +81,7 @@ class Principal:
         return self._factors
 
     @property
-    def rest(self) -> LazyArray:
+    def residual(self) -> LazyArray:
         """The residual, in the dtype and the library of the matrix."""
         def read(part: Part) -> Any:
             a, b = self.factors

@@ -43,10 +43,10 @@ def test_a_shard_of_the_residual_equals_that_part_of_the_whole():
     matrix, reads = make_matrix((12, 20)), []
     part = Principal(lazy(matrix), 3, 2.0, "q_proj", lambda values: reads.append(values.shape) or values,
                      lambda values: values)
-    whole = np.asarray(part.rest)
+    whole = np.asarray(part.residual)
     a, b = part.factors
     np.testing.assert_array_equal(whole, residual(matrix, a, b, 2.0))
-    np.testing.assert_allclose(part.rest[2:5, 4:], whole[2:5, 4:], rtol=1e-6)
+    np.testing.assert_allclose(part.residual[2:5, 4:], whole[2:5, 4:], rtol=1e-6)
     assert reads.count((12, 20)) == 2  # once for the factors, once for the whole residual
     with pytest.raises(UserError, match=r"lora.rank is 13, but k_proj has only 12 singular values"):
         Principal(lazy(matrix), 13, 1.0, "k_proj", np.asarray, np.asarray)

@@ -59,7 +59,7 @@ def make_ids() -> torch.Tensor:
 def load_on_torch(folder, lora=PISSA, quantize=None, **options):
     parts = PrincipalParts(lora) if lora.is_principal else None
     base = load_pretrained(AutoModelForCausalLM, str(folder), quantize=quantize, frozen=True,
-                           before_quantising=parts and parts.rest, **options)
+                           before_quantising=parts and parts.residual, **options)
     return add_lora(base, lora, [], torch.float32, "CAUSAL_LM", principal=parts).eval()
 
 
@@ -98,7 +98,7 @@ def split_model(model, scaling) -> dict:
     residuals = {name: params[name] for name in params if name.endswith("base_layer.weight")}
     updates = {name: scaling * params[name.replace("base_layer", "lora_B.default")]
                @ params[name.replace("base_layer", "lora_A.default")] for name in residuals}
-    return {f"{name} {key}": value.detach().numpy() for key, part in (("rest", residuals), ("update", updates))
+    return {f"{name} {key}": value.detach().numpy() for key, part in (("residual", residuals), ("update", updates))
             for name, value in part.items()}
 
 
@@ -111,7 +111,7 @@ def split_by_numpy(model, lora) -> dict:
             left, values, right = np.linalg.svd(matrix, full_matrices=False)
             update = (left[:, :lora.rank] * values[:lora.rank]) @ right[:lora.rank]
             name = f"base_model.model.{name}.base_layer.weight"
-            parts |= {f"{name} rest": matrix - update,
+            parts |= {f"{name} residual": matrix - update,
                       f"{name} update": update.T if isinstance(module, Conv1D) else update}
     return parts
 

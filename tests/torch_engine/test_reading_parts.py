@@ -124,7 +124,7 @@ def build(path: str, options: dict[str, Any], adapter: str | None, tokens: int, 
     """Return the network as `build_network` builds it."""
     parts = PrincipalParts(ADAPTERS["pissa"]) if adapter == "pissa" else None
     model = load_pretrained(transformers.AutoModelForCausalLM, path, device=torch.device("cpu"), by_parts=by_parts,
-                            before_quantising=parts and parts.rest, **options)
+                            before_quantising=parts and parts.residual, **options)
     if tokens:
         fill(model.get_input_embeddings())
         fill(model.get_output_embeddings())

@@ -115,7 +115,7 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
                            max_memory=fields.max_memory, seed=seed, by_parts=by_parts, abstract=abstract,
-                           before_quantising=principal and principal.rest, adapter=fields.adapter)
+                           before_quantising=principal and principal.residual, adapter=fields.adapter)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class PrincipalParts:
         self._adapted: set[str] | None = None
         self._parts: dict[str, Principal] = {}  # by the layer's name
 
-    def rest(self, model: nn.Module, name: str, weight: Tensor | LazyArray) -> Tensor | LazyArray:
+    def residual(self, model: nn.Module, name: str, weight: Tensor | LazyArray) -> Tensor | LazyArray:
         """Return the part of a weight that is quantised: all of it without an adapter.
 
         Args:
@@ -74,8 +74,10 @@ class PrincipalParts:
                          lambda values: values.float().cpu().numpy(),
                          lambda values: torch.from_numpy(np.ascontiguousarray(values)).to(dtype))
         self._parts[layer] = part
-        rest = part.rest.transposed() if conv1d else part.rest
-        return rest if isinstance(weight, LazyArray) else rest.over_first(slice(None)).contiguous().to(weight.device)
+        residual = part.residual.transposed() if conv1d else part.residual
+        if isinstance(weight, LazyArray):
+            return residual
+        return residual.over_first(slice(None)).contiguous().to(weight.device)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
