@@ -208,7 +208,7 @@ class Leaves:
 def _are_equal(one: LazyArray, other: LazyArray) -> bool:
     """Return True if two arrays of the same shape are equal; compare some rows at a time, to bound memory."""
     step = max(1, _AT_ONCE * one.shape[0] // one.size)
-    return all(np.array_equal(one.over_first(rows), other.over_first(rows))
+    return all(np.array_equal(one.read_rows(rows), other.read_rows(rows))
                for rows in (slice(start, start + step) for start in range(0, one.shape[0], step)))
 
 

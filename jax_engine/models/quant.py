@@ -403,7 +403,7 @@ class _Rows(_Lines):
 
     def _values(self, rows: slice) -> np.ndarray:
         # bitsandbytes quantises to 8 bits from float16, whatever the dtype of the weight.
-        return self.matrix.over_first(rows).astype(np.float16).astype(np.float32)
+        return self.matrix.read_rows(rows).astype(np.float16).astype(np.float32)
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -457,9 +457,9 @@ def _to_lines(flat: LazyArray, shape: tuple[int, int]) -> LazyArray:
         lines, columns = part
         if shape[0] == 1:
             # The file may end before the last whole block.
-            values = flat.over_first(columns).reshape(-1)
+            values = flat.read_rows(columns).reshape(-1)
             return np.pad(values, (0, columns.stop - columns.start - values.size))[None]
-        values = flat.over_first(slice(lines.start * shape[1], lines.stop * shape[1]))
+        values = flat.read_rows(slice(lines.start * shape[1], lines.stop * shape[1]))
         return values.reshape(-1, shape[1])[:, columns]
 
     return LazyArray(shape, flat.dtype, read)

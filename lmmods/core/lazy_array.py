@@ -61,9 +61,9 @@ class LazyArray:
 
         return LazyArray((num * num_rows, columns), self.dtype, read, self.empty)
 
-    def over_first(self, first: slice) -> np.ndarray:
+    def read_rows(self, rows: slice) -> np.ndarray:
         """Read a slice of the first dimension."""
-        return self[(first, *[slice(None)] * (self.ndim - 1))]
+        return self[(rows, *[slice(None)] * (self.ndim - 1))]
 
 
 def lazy(array: Any, empty: Callable = np.empty) -> LazyArray:

@@ -76,7 +76,7 @@ class Principal:
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
         """A and B, float32."""
         if self._factors is None:
-            whole = self._to_float(self._matrix.over_first(slice(None)))
+            whole = self._to_float(self._matrix.read_rows(slice(None)))
             self._factors = principal_factors(whole, self._rank, self._scaling)
         return self._factors
 

@@ -157,7 +157,7 @@ def defer_weights(wait: Callable[[Any, LazyArray | None], nn.Parameter], values:
             stands_for, _ = codes.get(storage_of(value), (None, None)) if isinstance(value, Tensor) else (None, None)
             value = wait(value, stands_for)
         elif isinstance(value, LazyArray):
-            value = value.over_first(slice(None))
+            value = value.read_rows(slice(None))
         put(model, name, value, *others)
 
     with (_patch(modeling_utils, "safe_open", File), _patch(core_model_loading, "spawn_materialize", deferred),

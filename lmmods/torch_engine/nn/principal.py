@@ -77,7 +77,7 @@ class PrincipalParts:
         residual = part.residual.transposed() if conv1d else part.residual
         if isinstance(weight, LazyArray):
             return residual
-        return residual.over_first(slice(None)).contiguous().to(weight.device)
+        return residual.read_rows(slice(None)).contiguous().to(weight.device)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:

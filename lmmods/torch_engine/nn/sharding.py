@@ -130,8 +130,8 @@ def place_like(full: Tensor | LazyArray, param: Tensor) -> Tensor:
         # Rows of a shard on several mesh dimensions are not a single range, so read the whole array.
         if isinstance(param, DTensor) and full.shape == param.shape and len(param.placements) == 1:
             _, rows = local_rows(param)
-            return like_shard(full.over_first(slice(rows.start, rows.stop)), param)
-        full = full.over_first(slice(None))
+            return like_shard(full.read_rows(slice(rows.start, rows.stop)), param)
+        full = full.read_rows(slice(None))
     full = full.to(param.device)
     if isinstance(param, DTensor) and full.shape == param.shape:
         # src_data_rank=None skips the broadcast: every process has the same values.

@@ -32,10 +32,10 @@ class Stored:
         self._array = array
 
     def rows(self, rows: range) -> Tensor:
-        return self._array.over_first(slice(rows.start, rows.stop))
+        return self._array.read_rows(slice(rows.start, rows.stop))
 
     def whole(self) -> Tensor:
-        return self._array.over_first(slice(None))
+        return self._array.read_rows(slice(None))
 
 
 class Kept:
@@ -125,7 +125,7 @@ class Codes:
         # Values `first` to `last` of the flattened matrix, read as the rows of the matrix that contain them.
         length = self._matrix.shape[1]
         first_row = first // length
-        values = self._matrix.over_first(slice(first_row, -(-last // length))).reshape(-1)
+        values = self._matrix.read_rows(slice(first_row, -(-last // length))).reshape(-1)
         return values[first - first_row * length:last - first_row * length]
 
     def _complete(self, scales: Tensor) -> None:
