@@ -21,8 +21,8 @@ def command(arguments: list[str]) -> list[str]:
 
 
 @contextmanager
-def started(arguments: list[str], log: Path, keeps: tuple[int, ...] = ()) -> Iterator[Popen]:
-    """Context in which this program runs with these arguments. At the end, the process is terminated if it still runs.
+def run_program(arguments: list[str], log: Path, keeps: tuple[int, ...] = ()) -> Iterator[Popen]:
+    """Run this program with these arguments, and terminate it at the end of the context if it still runs.
 
     Args:
         log: File that its output is appended to.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from lmmods.commands.programs import command, last_error, started
+from lmmods.commands.programs import command, last_error, run_program
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.files import check_output_path
@@ -430,7 +430,7 @@ def _measure(sizes: Sizes, size: int, arguments: list[str], memory: float | None
 def _run_with_limit(arguments: list[str], log: Path, limit: float) -> tuple[int, float]:
     """Run a command, killing it above `limit`, and return its exit status and the peak GiB of it and its children."""
     peak = 0.0
-    with started(arguments, log) as process:
+    with run_program(arguments, log) as process:
         while process.poll() is None:
             processes, num_bytes = [], 0
             with suppress(psutil.NoSuchProcess):

@@ -213,7 +213,7 @@ def in_process(monkeypatch, capfd):
         log.write_text(capfd.readouterr().err)
         yield SimpleNamespace(poll=lambda: status, returncode=status, terminate=lambda: None)
 
-    monkeypatch.setattr(trials_module, "started", run_here)
+    monkeypatch.setattr(trials_module, "run_program", run_here)
     return calls, replacements
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lmmods.commands.programs import TYPED, last_error, started
+from lmmods.commands.programs import TYPED, last_error, run_program
 from lmmods.commands.registry import options_of
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
@@ -237,7 +237,7 @@ class Worker:
         say(f"trial {trial.number}{' (resumed)' if run.has_run() else ''}: "
             + "  ".join(f"{key} {_format_value(value)}" for key, value in trial.params.items()))
         is_pruned = False
-        with started(["fit", *words, "--ckpt_path", "auto"], log, keeps=(lock,)) as process:
+        with run_program(["fit", *words, "--ckpt_path", "auto"], log, keeps=(lock,)) as process:
             while process.poll() is None and not is_pruned:
                 time.sleep(POLL_SECONDS)
                 is_pruned = self.study.should_prune(trial, self._points(run))
