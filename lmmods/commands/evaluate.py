@@ -45,7 +45,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     from lmmods.data.encode.chat_template import bounded_rendering
 
     finished = FinishedRun.read(run, "evaluate")
-    quiet = hub.silence()  # checks the hub once; lm-eval would check it for each file of each task
+    hub_problem = hub.unreachable_reason()  # checks the hub once; lm-eval would check it for each file of each task
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=task_folder)
     _check_names(names, manager.all_tasks)
@@ -75,7 +75,7 @@ def evaluate(run: str, tasks: str, limit: int | None = None, num_fewshot: int | 
     if all_results:
         print(f"Wrote {len(_list_scores(all_results))} scores to {finished.folder.metrics_json}.")
     if failed:
-        raise _build_error(failed, len(set(names)), quiet)
+        raise _build_error(failed, len(set(names)), hub_problem)
 
 
 def _list_scores(results: dict[str, Any]) -> dict[str, float]:
@@ -85,14 +85,14 @@ def _list_scores(results: dict[str, Any]) -> dict[str, float]:
             and name not in ("sample_len", "sample_count")}
 
 
-def _build_error(failed: dict[str, Exception], num_tasks: int, quiet: str) -> Exception:
+def _build_error(failed: dict[str, Exception], num_tasks: int, hub_problem: str) -> Exception:
     """Return the error for failed tasks: UserError if only data or packages are missing, else the first other error."""
     if bug := next((error for error in failed.values() if not isinstance(error, OSError | ImportError)), None):
         return bug
     reasons = "; ".join(f"{name}: {_describe(error)}" for name, error in failed.items())
     return UserError(f"evaluate: {len(failed)} of {num_tasks} tasks failed ({reasons}). "
                      + ("The other scores are written. " if len(failed) < num_tasks else "")
-                     + (f"The hub {quiet}. " if quiet else "")
+                     + (f"The hub {hub_problem}. " if hub_problem else "")
                      + "Check the network, or use tasks on local files (--task_folder). Install packages that a task "
                      "needs with pip.")
 

@@ -47,7 +47,7 @@ def loading(key: str, name: str, kind: Kind = "model", revision: str | None = No
             raise UserError(f"{key}: {name} is a file. Use its folder, or a hub id.") from error
         return
     _check_name(key, name)
-    hub_problem = silence()
+    hub_problem = unreachable_reason()
     try:
         yield
     except UserError:
@@ -68,7 +68,7 @@ def check_answers(name: str) -> None:
     """Raise UserError if the hub does not answer: a file that `name` (hf://) addresses is never cached."""
     from huggingface_hub import constants
 
-    if hub_problem := silence():
+    if hub_problem := unreachable_reason():
         raise UserError(f"{name}: the hub ({redact(constants.ENDPOINT)}) {hub_problem}. Download the file where there "
                         "is network access (hf download) and use its path.")
 
@@ -78,7 +78,7 @@ def offline_by() -> str | None:
     return next((name for name in OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
-def unreachable(seconds: float) -> str:
+def _ask_hub(seconds: float) -> str:
     """Return the reason why the hub does not answer, tested with its own library; empty if it does."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -90,10 +90,10 @@ def unreachable(seconds: float) -> str:
             return _innermost(error)
         return f"it answers with status {status}" if status >= 500 else ""
 
-    return without_answer(ask, seconds)
+    return ask_with_timeout(ask, seconds)
 
 
-def without_answer(ask: Callable[[], str], seconds: float) -> str:
+def ask_with_timeout(ask: Callable[[], str], seconds: float) -> str:
     """Run `ask` in a thread, since resolving a name can hang; return the problem that it reports, or a timeout, or "".
     """
     problems: list[str] = []
@@ -104,11 +104,11 @@ def without_answer(ask: Callable[[], str], seconds: float) -> str:
 
 
 @functools.cache
-def silence() -> str:
+def unreachable_reason() -> str:
     """Return in words why the hub does not answer; empty if it does."""
     if variable := offline_by():
         return f"is not asked, as {variable} is set"
-    problem = unreachable(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
+    problem = _ask_hub(float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS))
     if not problem:
         return ""
     compat.work_offline()

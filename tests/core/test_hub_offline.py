@@ -29,9 +29,9 @@ def online(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.5")
-    hub.silence.cache_clear(), hub._warn_once.cache_clear()
+    hub.unreachable_reason.cache_clear(), hub._warn_once.cache_clear()
     yield lambda address: monkeypatch.setattr(constants, "ENDPOINT", address)
-    hub.silence.cache_clear(), hub._warn_once.cache_clear()
+    hub.unreachable_reason.cache_clear(), hub._warn_once.cache_clear()
 
 
 @pytest.fixture
@@ -192,4 +192,4 @@ def test_hub_file_addresses_report_an_unreachable_hub(refused):
 
 
 def test_waiting_for_the_network_ends_after_the_timeout():
-    assert hub.without_answer(lambda: time.sleep(1) or "", 0.05) == "no answer within 0.05 seconds"
+    assert hub.ask_with_timeout(lambda: time.sleep(1) or "", 0.05) == "no answer within 0.05 seconds"
