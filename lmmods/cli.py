@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 # Other imports are inside functions, because Ctrl+C prints a traceback until `program` has installed its handlers.
-from lmmods.core.signals import ASKED, BEFORE, STATUS, end_at_signals, raise_at_signals, watch_blocked_calls
+from lmmods.core.signals import BEFORE, STATUS, STOP_SIGNALS, end_at_signals, raise_at_signals, watch_blocked_calls
 
 # Set before the libraries are imported: disables telemetry and the tokenizers' warning about forked workers.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -26,7 +26,7 @@ def program() -> None:
     watch_blocked_calls()
     try:
         status = main()
-        for signal_number in ASKED:  # at interpreter shutdown, handlers may need modules that are gone
+        for signal_number in STOP_SIGNALS:  # at interpreter shutdown, handlers may need modules that are gone
             signal.signal(signal_number, signal.SIG_DFL)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe

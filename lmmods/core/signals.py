@@ -9,7 +9,7 @@ import signal
 import time
 from typing import NoReturn
 
-ASKED = signal.SIGINT, signal.SIGTERM
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
 STATUS = 130
 BEFORE = "Interrupted before training started; nothing was written."
 # A launcher forwards signals that the process has received itself: within this many seconds, two count as one.
@@ -23,7 +23,7 @@ def end_at_signals() -> None:
 
     For the first seconds, when there is nothing to clean up and an exception could get lost in a library's import.
     """
-    for signal_number in ASKED:
+    for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, _end)
 
 
@@ -37,7 +37,7 @@ def raise_at_signals(message: str) -> None:
         _handled.append(signal_number)
         raise Interrupted(message)
 
-    for signal_number in ASKED:
+    for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, interrupt)
 
 
@@ -54,7 +54,7 @@ def watch_blocked_calls() -> None:
     def watch() -> None:
         while signal_byte := os.read(reader, 1):
             deadline = time.monotonic() + BLOCKED_SECONDS
-            while signal_byte[0] in ASKED and not _handled:
+            while signal_byte[0] in STOP_SIGNALS and not _handled:
                 if time.monotonic() > deadline:
                     _end()
                 time.sleep(0.05)
@@ -97,7 +97,7 @@ class Interruption:
     def listen(self) -> None:
         """Install the signal handlers."""
         signal.set_wakeup_fd(-1)  # not `watch_blocked_calls`: a step may take long
-        for signal_number in (*ASKED, signal.SIGUSR1):
+        for signal_number in (*STOP_SIGNALS, signal.SIGUSR1):
             signal.signal(signal_number, self._on_signal)
 
     def note_step(self, step: int) -> None:
