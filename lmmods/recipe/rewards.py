@@ -48,7 +48,7 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared(RewardSettings):
+class ComparisonReward(RewardSettings):
     """Base class for rewards that compare the answer with correct ones.
 
     Args:
@@ -60,7 +60,7 @@ class Compared(RewardSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch(Compared):
+class ExactMatch(ComparisonReward):
     """1 if the answer equals the correct one, else 0.
 
     Args:
@@ -83,7 +83,7 @@ class ExactMatch(Compared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contains(Compared):
+class Contains(ComparisonReward):
     """1 if the answer contains the correct answer, or `text`, else 0.
 
     Args:
@@ -162,12 +162,12 @@ class Length(RewardSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class F1(Compared):
+class F1(ComparisonReward):
     """Harmonic mean of precision and recall of the answer's words, normalised as SQuAD's evaluation does."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Math(Compared):
+class Math(ComparisonReward):
     """1 if the answer is mathematically equal to the correct one, else 0. Uses the package math-verify."""
 
 

@@ -11,7 +11,7 @@ from lmmods.core.text_metrics import normalize_answer, token_f1
 from lmmods.recipe.rewards import (
     F1,
     Code,
-    Compared,
+    ComparisonReward,
     Contains,
     ExactMatch,
     Format,
@@ -59,7 +59,7 @@ def read_expected(settings: RewardSettings, row: dict[str, Any], reference: str 
         return _read_column(row, settings.tests)
     if isinstance(settings, Contains) and settings.text is not None:
         return [settings.text]
-    if not isinstance(settings, Compared):
+    if not isinstance(settings, ComparisonReward):
         return None
     if settings.column is None and reference is None:
         raise Unscorable("the row has no reference answer")
