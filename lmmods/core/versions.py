@@ -26,12 +26,12 @@ class Dependency:
     """A library that this project declares.
 
     Args:
-        tried: Tested versions, as in pyproject.toml; empty for any.
+        tested_versions: As in pyproject.toml; empty for any.
         extra: Extra that the library belongs to; None if every run needs it.
     """
 
     name: str
-    tried: str
+    tested_versions: str
     extra: str | None
 
     @property
@@ -40,9 +40,10 @@ class Dependency:
         return _installed(self.name)
 
     @property
-    def was_tried(self) -> bool:
+    def is_tested(self) -> bool:
         """True if the installed version is among the tested ones."""
-        return self.installed is not None and SpecifierSet(self.tried).contains(self.installed, prereleases=True)
+        return self.installed is not None and SpecifierSet(self.tested_versions).contains(
+            self.installed, prereleases=True)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def _dependencies(listed: list[tuple[str, str | None]]) -> tuple[Dependency, ...
         requirement = Requirement(line)
         marker = requirement.marker
         if requirement.name != NAME and (marker is None or marker.evaluate({"extra": extra or ""})):
-            tried = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the lowest first
-            dependencies.append(Dependency(requirement.name, tried, extra))
+            tested_versions = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the lowest first
+            dependencies.append(Dependency(requirement.name, tested_versions, extra))
     return tuple(dependencies)
 
 

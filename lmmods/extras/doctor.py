@@ -124,10 +124,11 @@ def check_versions(project: Project, findings: Findings) -> None:
         if dependency.installed is None:
             findings.add("problem", f"{dependency.name} is not installed", "pip install -e .")
     for dependency in project.dependencies:
-        if dependency.installed is not None and not dependency.was_tried and dependency.extra != "dev":
-            findings.add("note", f"{dependency.name} {dependency.installed} is not tested, only {dependency.tried}",
-                         f"pip install '{dependency.name}{dependency.tried}'")
-    tested = [f"{dependency.name} {dependency.installed}" for dependency in needed if dependency.was_tried]
+        if dependency.installed is not None and not dependency.is_tested and dependency.extra != "dev":
+            findings.add("note", f"{dependency.name} {dependency.installed} is not tested, only "
+                         f"{dependency.tested_versions}",
+                         f"pip install '{dependency.name}{dependency.tested_versions}'")
+    tested = [f"{dependency.name} {dependency.installed}" for dependency in needed if dependency.is_tested]
     findings.add("ok", f"{len(tested)} of {len(needed)} libraries have a tested version: {', '.join(tested)}")
     extras = {dependency.extra: dependency.installed is not None for dependency in project.dependencies
               if dependency.extra not in (None, "dev", "cuda")}

@@ -63,8 +63,8 @@ def test_a_checkout_and_an_installation_declare_the_same_dependencies(tmp_path):
     assert {"torch", "jax", "deepspeed", "pytest"} <= names and versions.NAME not in names
     assert installed.version == checkout.version and {dependency.name for dependency in installed.dependencies} & names
     torch = next(dependency for dependency in checkout.dependencies if dependency.name == "torch")
-    assert torch.was_tried and torch.tried.startswith(">=") and torch.extra is None
-    assert not versions.Dependency("torch", "<1", None).was_tried
+    assert torch.is_tested and torch.tested_versions.startswith(">=") and torch.extra is None
+    assert not versions.Dependency("torch", "<1", None).is_tested
     assert versions.Dependency("no-such-library", "", None).installed is None
     assert "pytest" not in versions.installed_packages() and "jaxlib" in versions.installed_packages()
 
