@@ -143,7 +143,7 @@ class Planner:
                                self.on.num_devices if isinstance(parallel, ShardedMesh) and processes == 1 else 1)
 
     def _usable_memory(self) -> float:
-        return self.on.room(Pool.from_environment().fraction)
+        return self.on.usable_bytes(Pool.from_environment().fraction)
 
     def _flops(self, task: Task, trainable: Tree, frozen: Tree, rows: dict[str, Any], accumulated: int) -> float:
         """Return the FLOPs of a step per device, including recomputation."""

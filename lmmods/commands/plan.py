@@ -110,7 +110,7 @@ def find_fitting_variant(planner: Any, recipe: Variant, step_plan: StepPlan, may
             continue
         if variant is not recipe and (step_plan := planner.plan(variant)).fits:
             return variant, step_plan
-        if step_plan.kept > step_plan.room:
+        if step_plan.kept > step_plan.available:
             hopeless.append(placement)
             continue
         if not sizes or not (smallest_plan := planner.plan(sizes[-1])).fits:

@@ -132,7 +132,7 @@ class Target:
             return None
         return self.kind.link if num_devices <= self.kind.per_node else min(self.kind.link, self.kind.network)
 
-    def room(self, fraction: float) -> float:
+    def usable_bytes(self, fraction: float) -> float:
         """Return the bytes of one device that are available to a run.
 
         Args:

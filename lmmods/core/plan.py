@@ -162,7 +162,7 @@ class StepPlan:
         source: Source of memory and collectives.
         memory: Bytes by part.
         parts: Rough bytes by part of the temporaries among them.
-        room: Bytes available to a run.
+        available: Bytes available to a run.
         refusal: Error of the compiler; None if the program compiles.
         traffic: Collectives by kind; if groups of a kind differ in size, the smaller ones as `KIND of N`.
         flops: Floating-point operations.
@@ -180,7 +180,7 @@ class StepPlan:
     source: Source
     memory: dict[str, int]
     parts: dict[str, int]
-    room: float
+    available: float
     refusal: str | None
     traffic: dict[str, Traffic]
     flops: float
@@ -198,8 +198,8 @@ class StepPlan:
     def step_memory(self) -> StepMemory:
         """Memory of each device, as a step's memory on either engine."""
         on_tpu = self.source == "compiled" and self.target.platform == "tpu"  # whose compiler may offload to the host
-        return StepMemory(self.memory, self.room, self.method, self.refusal, on_tpu, self.memory.get("temporaries", 0),
-                          self.gap)
+        return StepMemory(self.memory, self.available, self.method, self.refusal, on_tpu,
+                          self.memory.get("temporaries", 0), self.gap)
 
     @property
     def total(self) -> int:

@@ -377,8 +377,9 @@ class Planner:
             traffic["all-reduce"] = Traffic(num_buckets([grad.nbytes for grad in gradients]), size, ranks)
         dtype = str(COMPUTE_DTYPES[self.precision]).removeprefix("torch.")
         return StepPlan(
-            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {}, self.on.room(USABLE),
-            None, traffic, flops, dtype, num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
+            self.on, "simulated", {part: memory[part] for part in PARTS if part in memory}, {},
+            self.on.usable_bytes(USABLE), None, traffic, flops, dtype,
+            num_batches * batch["input_ids"].numel() * data_ranks, data_ranks,
             self._notes(task, optimizer), "simulated", method="counted on fake tensors",
             sampling=self._sampling(task, variant, is_sharded))
 

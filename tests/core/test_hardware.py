@@ -46,5 +46,5 @@ def test_invalid_target_names_are_rejected(name):
 
 def test_cpu_devices_share_the_memory_of_the_machine():
     alone, four, gpu, tpu = (target_named(name) for name in ("cpu", "4xcpu", "8xH100", "v5e-16"))
-    assert four.room(0.5) == alone.room(0.5) / 4 == alone.memory / 4
-    assert (gpu.room(0.5), tpu.room(0.5)) == (gpu.memory / 2, tpu.memory)
+    assert four.usable_bytes(0.5) == alone.usable_bytes(0.5) / 4 == alone.memory / 4
+    assert (gpu.usable_bytes(0.5), tpu.usable_bytes(0.5)) == (gpu.memory / 2, tpu.memory)
