@@ -1,4 +1,4 @@
-"""`chat`: chat with a run, a checkpoint, a model folder or a base model, on either engine."""
+"""`chat`: chat with a run, a checkpoint, a model folder or a hub model, on either engine."""
 
 import contextlib
 import importlib
@@ -218,7 +218,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
     if not folder.config.is_file():
         is_model = any((folder.root / name).is_file() for name in ("config.json", SETTINGS))
         raise UserError(f"--run {run} has no config.yaml, so it is not a run folder. "
-                        + (f"It is a model folder; use --model {run}" if is_model else "Check the path."))
+                        + (f"Use --model {run}" if is_model else "Use a run folder."))
     options = model_block(run, "chat")["init_args"]
     check_remote_code(options)
     model, declared = _read_blocks(run, folder)
@@ -254,12 +254,14 @@ def without_training(model: CausalFields) -> CausalFields:
 
 
 def _read_blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
-    """Read the blocks `model` and `data` of config.yaml into their fields."""
+    """Read `model` and `data` of a run's config.yaml into their fields. Raises UserError: chat does not support one.
+    """
     model, data = read_blocks(folder)
     if data is None or not isinstance(model, CausalFields):
         recipe = read_recipe(folder.config)
         classes = " and ".join(str((recipe.get(block) or {}).get("class_path")) for block in ("model", "data"))
-        raise UserError(f"--run {run}: config.yaml names {classes}, which chat does not support.")
+        raise UserError(f"--run {run}: its model and data are {classes}, which chat does not support. Use --model "
+                        f"{folder.model}")
     return model, data
 
 
@@ -268,11 +270,11 @@ def _connect(data: "DataModule", model: CausalFields) -> None:
 
 
 def _find_exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
-    """Return the fields that load the exported model/."""
+    """Return the fields that load the exported model/ of a run. Raises UserError: it does not exist yet."""
     exported = exported_fields(folder, model)
     if exported is None:
-        raise UserError(f"--run {run}: {folder.model} contains no model. "
-                        + ("Use a checkpoint: --ckpt_path last" if folder.names() else "Finish the run first."))
+        raise UserError(f"--run {run} has no model in {folder.model}. "
+                        + ("Use a checkpoint: --ckpt_path last" if folder.names() else "Use a finished run."))
     return exported
 
 
@@ -303,8 +305,7 @@ def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] 
     adapter = _find_file(name, SETTINGS)
     base = adapter_config(adapter.parent, f"--model {name}").get("base_model_name_or_path") if adapter else None
     if adapter and not base:
-        raise UserError(f"--model {name}: {SETTINGS} does not name the adapter's base model. Set "
-                        "base_model_name_or_path in it.")
+        raise UserError(f"--model {name}: {SETTINGS} has no base_model_name_or_path. Add the adapter's base model.")
     model = CausalFields(pretrained=base or name, adapter=name if adapter else None,
                          trust_remote_code=is_trusted())
     model.quantize = quantize

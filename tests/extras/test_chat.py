@@ -328,7 +328,7 @@ def test_invalid_options_are_rejected_before_anything_is_loaded(finished, llama_
         ("--run", ""): "--run is empty",
         ("--run", run, "--prompt", " "): "--prompt is ' '",
         ("--run", str(tmp_path / "none")): "has no config.yaml",
-        ("--run", model): f"It is a model folder; use --model {model}",
+        ("--run", model): f"so it is not a run folder. Use --model {model}",
         ("--model", run): f"is a run folder. Use --run {run}",
         ("--model", model, "--ckpt_path", "last"): "Use --run instead of --model",
         ("--run", run, "--template", "chatml"): "--template applies only to --model",
@@ -359,8 +359,8 @@ def test_a_run_that_cannot_answer_is_rejected(finished, tmp_path, llama_folder, 
         assert message in get_error(capsys, "--run", str(run.root), "--prompt", "x")
     run.config.write_text(text)
     run.model.rename(tmp_path / "elsewhere")
-    assert "contains no model. Use a checkpoint: --ckpt_path last" in get_error(capsys, "--run", str(run.root),
-                                                                                "--prompt", "x")
+    assert f"has no model in {run.model}. Use a checkpoint: --ckpt_path last" in get_error(
+        capsys, "--run", str(run.root), "--prompt", "x")
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
     assert "is a BertForMaskedLM. Use a causal language model" in get_error(capsys, "--model", str(tmp_path / "bert"))
 
