@@ -232,7 +232,7 @@ def _measure(fields: TaskFields, task: Task, model: str, config: Any, data: str,
 
 
 def _build_data(task: TaskFields, name: Task, model: str, config: Any, cache: str, data: str, options: dict[str, Any]
-                  ) -> Any:
+                ) -> Any:
     """Build the data module of a task on the first rows. Raises UserError: the rows or the tokenizer cannot be used."""
     from lmmods.recipe.source import Source
 
