@@ -168,7 +168,7 @@ class TeacherTopKTable:
 
 
 def gather_top_k(parts: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], start: int, count: int, top_k: int
-             ) -> dict[str, np.ndarray]:
+                ) -> dict[str, np.ndarray]:
     """Return `ids` and `logps` of a set from parts of it: target indices [N], 0 for none, ids and log-probabilities.
 
     Args:

@@ -219,7 +219,7 @@ def read_rollout(folder: Path, name: str) -> Rollout:
 
 
 def _shorten_row(ids: np.ndarray, columns: dict[str, np.ndarray]
-             ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+                ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Shorten a row to one token without a label."""
     return ids[:1], np.full(1, IGNORED, np.int32), {name: values[:1] for name, values in columns.items()}
 

@@ -148,7 +148,7 @@ class Shards:
 
 
 def slice_for_process(begin: tuple[int, ...], array: Any, index: int, count: int
-             ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
+                     ) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
     """Return a copy of the rows of a shard that process `index` writes, of the `count` processes that hold the shard.
 
     The result is empty if another process writes the whole shard.

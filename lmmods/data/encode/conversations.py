@@ -315,7 +315,7 @@ class SFTEncoder:
         return source, target, max(0, prompt - source + answer - target - limits.max_length + int(self.prompts_only))
 
     def shorten(self, ids: np.ndarray, response: np.ndarray, prompt: int, removed: "Truncation"
-                   ) -> tuple[np.ndarray, np.ndarray]:
+               ) -> tuple[np.ndarray, np.ndarray]:
         """Remove the truncated tokens; the begin token is kept."""
         first, num_left = int(ids[0] == self.text.bos_id), removed.left
         # Truncation inside an earlier response: its rest is not a target without its start.

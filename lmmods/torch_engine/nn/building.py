@@ -237,7 +237,7 @@ def _checkpoint_blocks(model: nn.Module, contexts: Callable[[], tuple[Any, Any]]
 
 
 def _recompute(block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]]
-                ) -> Callable[..., Any]:
+              ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -155,7 +155,7 @@ class TokenDropout:
         return (x.float() + noise).to(x.dtype)
 
     def function(self, name: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-                  ) -> Tensor:
+                ) -> Tensor:
         """Replace torch's `dropout`."""
         if not training or p == 0 or self._is_off:
             return input
