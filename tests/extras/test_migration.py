@@ -272,7 +272,7 @@ def test_an_axolotl_config_becomes_a_recipe(migrate, tmp_path):
     assert recipe["checkpoint"] == {"every_n_steps": None}
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002  # learning_rate: 0.0002" in text and "schedule: cosine  # default of lr_scheduler" in text
-    for note in ("no_such_option: unknown key", "trust_remote_code: on the command line",
+    for note in ("no_such_option: unknown key", "trust_remote_code: set it on the command line",
                  "at most 100 steps", "loss_watchdog_threshold: a loss that is not a number stops the run, a high loss",
                  "val_set_size: data.seed selects the held-out rows"):
         assert note in messages and note in " ".join(text.replace("\n#", "").split()), note
@@ -282,7 +282,7 @@ def test_an_axolotl_config_becomes_a_recipe(migrate, tmp_path):
         assert unneeded in messages and unneeded in " ".join(text.replace("\n#", "").split()), unneeded
     assert messages.index("Not needed here:") > messages.index("No counterpart:")
     _, messages = migrate(AXOLOTL.replace("liger.LigerPlugin", "spectrum.SpectrumPlugin"), "--overwrite", "true")
-    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: code of axolotl" in messages
+    assert "plugins: axolotl.integrations.spectrum.SpectrumPlugin: axolotl's code does not run here" in messages
 
 
 @pytest.mark.parametrize("key", ["train_on_eos", "train_on_eot"])
@@ -292,7 +292,7 @@ def test_axolotls_end_token_settings_are_reported(key, value):
     chats = f"[{{path: some/chats, type: chat_template, {key}: {value}, shards: 7}}]"
     draft = as_draft(yaml.safe_load(f"{{base_model: a/b, datasets: {chats}, test_datasets: {chats}}}"), Path("a.yaml"))
     for name in ("datasets", "test_datasets"):
-        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the token that ends a target turn is a target")
+        assert draft.lost[f"{name}[].{key}"].startswith(f"{value}: the end token of a target turn is a target")
         assert draft.lost[f"{name}[].shards"] == "rows are used unchanged"
     assert not draft.unneeded
 
@@ -366,7 +366,7 @@ def test_llamafactorys_dataset_mixing_is_converted():
     settings, _ = convert(text % "concat")
     assert "data.mixing" not in settings and settings["data.source"] == ["a", "b"]
     settings, draft = convert(text % "interleave_once")
-    assert "data.mixing" not in settings and "interleave_once has no counterpart" in draft.lost["mix_strategy"]
+    assert "data.mixing" not in settings and "interleave_once is not supported" in draft.lost["mix_strategy"]
 
 
 def test_trls_dynamic_fine_tuning_is_converted():
@@ -514,7 +514,7 @@ def test_columns_of_pairs_are_converted(tmp_path):
     ("{base_model: x, rl: gdpo}", "trains on rewards (gdpo)"),
     ("{model_name_or_path: x, stage: ppo, finetuning_type: lora}", "trains on rewards (ppo)"),
     ("{base_model: x, process_reward_model: true}", "(process_reward_model)"),
-    ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which migrate does not convert"),
+    ("{base_model: x, num_labels: 3}", "trains on labels of texts (num_labels), which is not supported"),
     ("{base_model: x, reward_model: true, num_labels: 3}", "(num_labels)"),
     ("{model_name_or_path: x, dataset_name: y, beta: 0.1, num_generations: 8, normalize_advantages: true}",
      "trains on rewards (rloo)"),

@@ -1,4 +1,4 @@
-"""Migrate axolotl's YAML. Source: its schemas (axolotl/utils/schemas) of July 2026."""
+"""Convert axolotl's YAML. Source: its schemas (axolotl/utils/schemas) of July 2026."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ GRPO = "grpo"
 NAMES = Names(epochs="num_epochs", batch_size="micro_batch_size", eval_batch_size="eval_batch_size",
               optimizer="optimizer", schedule="lr_scheduler", default_epochs=1, default_batch_size=1,
               default_schedule="cosine", default_warmup=0.03)
-DATASET_KEYS = {  # dataset keys that are migrated or can be inferred from the rows
+DATASET_KEYS = {  # dataset keys that are converted or can be inferred from the rows
     "path", "name", "split", "revision", "type", "data_files", "ds_type", "field", "text_column", "field_messages",
     "message_property_mappings", "message_field_role", "message_field_content", "roles", "roles_to_train",
     "train_on_eos", "train_on_eot", "message_field_training", "chat_template", "conversation", "template_thinking_key",
@@ -29,7 +29,7 @@ OVERFLOW = {"drop": "skip", "truncate": "truncate", "raise": "error"}
 
 
 def axolotl(content: dict[str, Any]) -> Draft:
-    """Return the recipe of an axolotl configuration. Raises UserError: the objective has no task here."""
+    """Convert an axolotl config to a draft. Raises UserError: no task here has its objective."""
     draft = Draft("axolotl", content)
     rl = draft.get("rl")
     is_reward, labels = bool(draft.get("reward_model")), draft.get("num_labels")
@@ -77,7 +77,7 @@ def _take_plugins(draft: Draft) -> None:
     others = [plugin for plugin in ([plugins] if isinstance(plugins, str) else plugins)
               if not any(name in str(plugin).lower() for name in KERNELS)]
     if others:
-        draft.lose("plugins", f"{', '.join(map(str, others))}: code of axolotl, which does not run here")
+        draft.lose("plugins", f"{', '.join(map(str, others))}: axolotl's code does not run here")
 
 
 def _take_preferences(draft: Draft, rl: str) -> None:
@@ -115,7 +115,7 @@ def _take_model(draft: Draft) -> None:
             if names := draft.get(f"lora_{name}"):
                 draft.put(f"model.lora.{name}", names, f"lora_{name}")
     elif adapter:
-        draft.lose("adapter", f"{adapter} is not supported; without model.lora, the whole model trains")
+        draft.lose("adapter", f"{adapter} is not supported; the whole model trains unless model.lora is set")
     for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
                 "lora_modules_to_save", "lora_target_parameters"):
         draft.get(key)
@@ -137,8 +137,7 @@ def _take_model(draft: Draft) -> None:
     elif draft.get("eager_attention"):
         draft.put("model.attention", "eager", "eager_attention")
     elif attention or implementation:
-        draft.note(f"{attention or implementation}: model.attention is null, which picks the fastest available; "
-                   "set flash_attention_2 to require that package.")
+        training.note_attention(draft, attention or f"attn_implementation {implementation}")
     if fields := draft.get("overrides_of_model_config", draft.get("model_config")):
         draft.put("model.config_overrides", fields, "overrides_of_model_config", "model_config")
     if draft.get("base_model_config") == draft.get("base_model"):
@@ -159,7 +158,7 @@ def _take_targets(draft: Draft) -> None:
             draft.note("lora_target_modules is not needed with lora_target_linear.")
     elif not modules or not draft.put_value("lora_target_modules"):
         draft.put("model.lora.targets", "all-linear", "")
-        draft.note("model.lora.targets: all-linear is a guess; list the name endings of the modules to adapt.")
+        draft.note("model.lora.targets: all-linear is a guess. Set the name endings of the modules to adapt.")
 
 
 def _take_precision(draft: Draft, full: bool) -> None:
@@ -169,7 +168,7 @@ def _take_precision(draft: Draft, full: bool) -> None:
         draft.put("trainer.precision", "bf16-true" if full else "bf16-mixed" if bf16 is True else "auto", "bf16")
         if full:
             draft.note("trainer.precision: bf16-true stores all weights in bfloat16, as axolotl does in full "
-                       "fine-tuning. bf16-mixed needs twice the memory for float32 weights and loses no small updates.")
+                       "fine-tuning. bf16-mixed keeps small updates, in float32 weights that take twice the memory.")
     else:
         draft.put("trainer.precision", "16-mixed" if fp16 else "32-true", "fp16" if fp16 else "bf16")
 
@@ -182,7 +181,7 @@ def _get_type(row: dict[str, Any]) -> str:
 def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> None:
     if not rows:
         draft.put("data.source", "WRITE A PATH OR HUB ID HERE", "")
-        draft.note("No datasets are named. Set data.source.")
+        draft.note("No dataset is named. Set data.source.")
         return
     sources = [source for row in rows for source in _make_sources(draft, row, is_text)]
     draft.put("data.source", sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources,
@@ -191,12 +190,12 @@ def _take_sources(draft: Draft, rows: list[dict[str, Any]], is_text: bool) -> No
 
 
 def _report_dataset_keys(draft: Draft, rows: list[dict[str, Any]], name: str) -> None:
-    """Report each key of the datasets under `name` that is not migrated or not needed."""
+    """Report each key of the datasets under `name` that is not converted or not needed."""
     table = rows_of("axolotl")
     for key, value in (item for row in rows for item in sorted(row.items())):
         table_row = table.get(f"datasets[].{key}")
         if key in TURN_ENDS and value not in (None, "turn"):
-            draft.lose(f"{name}[].{key}", f"{value}: the token that ends a target turn is a target, and no other end")
+            draft.lose(f"{name}[].{key}", f"{value}: the end token of a target turn is a target, no other end token")
         elif key in ANSWERS or key == "type" or value in OFF:
             continue
         elif key not in DATASET_KEYS:
@@ -274,7 +273,7 @@ def _take_rows(draft: Draft, is_text: bool, streams: bool) -> None:
     if tokens.get("bos_token") or tokens.get("eos_token"):
         draft.note("data.bos_token and data.eos_token apply only if the tokenizer has none.")
     if tokens.get("unk_token"):
-        draft.lose("special_tokens.unk_token", "the tokenizer's token is used")
+        draft.lose("special_tokens.unk_token", "the tokenizer's unk_token is used")
     extra = [*(tokens.get("additional_special_tokens") or []),
              *(added if isinstance(added := draft.get("tokens", []), list) else [])]
     if extra:
@@ -291,10 +290,11 @@ def _take_conversations(draft: Draft, rows: list[dict[str, Any]]) -> None:
     elif template in TEMPLATES:
         draft.put("data.template", template, "chat_template")
     elif template not in (None, "tokenizer_default"):
-        draft.note(f"chat_template {template}: the tokenizer's is used (data.template: null); check rows with inspect.")
+        draft.note(f"chat_template {template}: the tokenizer's chat template is used (data.template: null). Check rows "
+                   "with inspect.")
     if types - {"alpaca", "chat_template", "sharegpt", "completion", "fields", "alpaca_chat", "alpaca_w_system", ""}:
         draft.note(f"datasets[].type {', '.join(sorted(types))}: the layout is recognised by the columns, and one "
-                   "data.template renders all rows; check them with inspect.")
+                   "data.template renders all rows. Check them with inspect.")
     elif "alpaca" in types and len(types) > 1:
         draft.note("The datasets have several prompt styles; here one data.template renders them all.")
     if system := draft.get("default_system_message"):

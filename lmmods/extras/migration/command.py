@@ -32,7 +32,7 @@ def migrate(file: str, out: str | None = None, program: Literal["axolotl", "llam
             exists.
     """
     if out is not None and Path(out).exists() and not overwrite:
-        raise UserError(f"--out {out} exists. Choose another file, or add --overwrite true.")
+        raise UserError(f"--out {out} already exists. Use another file, or add --overwrite true.")
     try:
         content = read_recipe(file)
     except UserError as error:
@@ -47,12 +47,12 @@ def migrate(file: str, out: str | None = None, program: Literal["axolotl", "llam
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             write_text(Path(out), text)
         except OSError as error:
-            raise UserError(f"--out {out} cannot be written ({error.strerror}). Choose another file.") from error
+            raise UserError(f"--out {out} cannot be written ({error.strerror}). Use another file.") from error
     tell(_summary(draft, out))
 
 
 def as_draft(content: dict[str, Any], path: Path, program: str | None = None) -> Draft:
-    """Convert a configuration. Raises UserError as `migrate` does."""
+    """Convert a config to a draft. Raises UserError as `migrate` does."""
     if any(isinstance(content.get(block), dict) and ("init_args" in content[block] or block == "trainer")
            for block in BLOCKS):
         raise UserError(f"{path} is already a recipe. Use python train.py fit --config {path}")

@@ -21,7 +21,7 @@ BY_HAND = {"ckpt_path", "overwrite", "publish.repo", "trainer.logger", "trainer.
 
 
 class Draft:
-    """Conversion of a configuration to a recipe.
+    """Conversion of a config to a recipe.
 
     Args:
         program: Name of the program, which selects the table of keys.
@@ -133,9 +133,9 @@ class Draft:
 
 
 def _insert(tree: dict[str, Any], key: str, leaf: tuple[Any, str]) -> None:
-    block, *rest = key.split(".")
-    path = [block, "class_path"] if block in CLASSES and not rest else (
-        [block, "init_args", *rest] if block in CLASSES else [block, *rest])
+    block, *names = key.split(".")
+    path = [block, "class_path"] if block in CLASSES and not names else (
+        [block, "init_args", *names] if block in CLASSES else [block, *names])
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree.setdefault(path[-1], leaf)

@@ -1,4 +1,4 @@
-"""Migrate LLaMA-Factory's YAML. Source: its dataclasses (llamafactory/hparams) of August 2026."""
+"""Convert LLaMA-Factory's YAML. Source: its dataclasses (llamafactory/hparams) of August 2026."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ RECOGNISED = {"from", "value", "role", "content", "human", "gpt", "user", "assis
 
 
 def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
-    """Return the recipe of a LLaMA-Factory configuration.
+    """Convert a LLaMA-Factory config to a draft.
 
     Args:
         folder: Folder of the file; `dataset_dir` is also searched in it and its parents.
 
     Raises:
-        UserError: The objective has no task here, or the file has LLaMA-Factory's second layout.
+        UserError: No task here has its objective, or the file has LLaMA-Factory's second layout.
     """
     if "model_class" in content or "dist_config" in content or "peft_config" in content:
         raise UserError("This is LLaMA-Factory's second layout (model, train_dataset, peft_config), which migrate does "
@@ -73,7 +73,7 @@ def _take_preferences(draft: Draft, stage: str) -> None:
             draft.put("model.sft_weight", float(weight) + (1.0 if loss == "orpo" else 0.0), "pref_ftx")
     for key in ("ref_model", "ref_model_adapters"):
         if draft.get(key):
-            draft.lose(key, "the reference is the model that the run starts from")
+            draft.lose(key, "the reference is always the model that the run starts from")
     if draft.get("pref_bco_weight"):
         draft.lose("pref_bco_weight", "only one loss is supported, in addition to model.sft_weight")
     training.note_differences(draft)
@@ -86,8 +86,8 @@ def _take_model(draft: Draft) -> None:
     rank = draft.get("lora_rank", 8)
     alpha, dropout, target = draft.get("lora_alpha", 2 * rank), draft.get("lora_dropout", 0.0), draft.get("lora_target")
     if tuning not in ("lora", "full"):
-        draft.lose("finetuning_type", f"{tuning} is not supported; an adapter (model.lora), which also trains few "
-                                      "weights, is used instead")
+        draft.lose("finetuning_type", f"{tuning} is not supported; model.lora, which also trains few weights, is used "
+                                      "instead")
     if adapter and tuning == "lora":
         draft.put("model.adapter", adapter.split(",")[-1].strip() if isinstance(adapter, str) else adapter[-1],
                   "adapter_name_or_path")
@@ -105,8 +105,8 @@ def _take_model(draft: Draft) -> None:
             draft.put("model.lora.modules_to_save", [name.strip() for name in modules.split(",")], "additional_target")
     bits, method = draft.get("quantization_bit"), draft.get("quantization_method", "bnb")
     if bits and method not in ("bnb", "bitsandbytes"):
-        draft.lose("quantization_method", f"{method} is not supported; bitsandbytes quantises at the start of the "
-                                          "run instead")
+        draft.lose("quantization_method", f"{method} is not supported; bitsandbytes is used instead, at the start "
+                                          "of the run")
     if bits and tuning != "full":
         draft.put("model.quantize", "int8" if bits == 8 else draft.get("quantization_type", "nf4"), "quantization_bit")
         if bits != 8:
@@ -122,8 +122,7 @@ def _take_model(draft: Draft) -> None:
     if attention in ("sdpa", "disabled"):
         draft.put_value("flash_attn")
     elif attention != "auto":
-        draft.note(f"flash_attn {attention}: model.attention is null, which picks the fastest available; "
-                   "set flash_attention_2 to require that package.")
+        training.note_attention(draft, f"flash_attn {attention}")
 
 
 def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
@@ -132,11 +131,11 @@ def _take_sources(draft: Draft, folder: Path, is_text: bool) -> None:
     sources = [_make_source(draft, name, info, size, is_text) for name in names]
     strategy = draft.get("mix_strategy", "concat")
     if strategy not in ("concat", *MIXING):
-        draft.lose("mix_strategy", f"{strategy} has no counterpart; each row is used once, shuffled with all others")
+        draft.lose("mix_strategy", f"{strategy} is not supported; each row is used once, shuffled with all others")
     elif rule := MIXING.get(strategy):
-        weights = [float(share) for share in _split_names(draft.get("interleave_probs"))] or [1.0] * len(sources)
+        weights = [float(weight) for weight in _split_names(draft.get("interleave_probs"))] or [1.0] * len(sources)
         draft.put("data.mixing", {"rule": rule}, "mix_strategy")
-        draft.note("mix_strategy: rows are spread evenly by these shares, not sampled.")
+        draft.note("mix_strategy: rows are spread evenly by the weights, not sampled.")
         sources = [{**(source if isinstance(source, dict) else {"path": source}), "weight": weight}
                    for source, weight in zip(sources, weights, strict=False)]
     if not sources:
@@ -173,8 +172,8 @@ def _make_source(draft: Draft, name: str, info: dict[str, Any], size: int | None
         draft.note(f"dataset {name} is not in dataset_info.json. Set data.source to its file or hub id.")
     has_pairs = draft.settings["model"][0] in ("Preference", "Reward")
     if entry.get("ranking") and not has_pairs:
-        draft.note(f"{name} contains preferences: the chosen answer is used, and the report lists the other as not "
-                   "used.")
+        draft.note(f"{name} contains preferences: the chosen answer is used, and the data report lists the rejected "
+                   "one as not used.")
     file = entry.get("file_name")
     path = str(entry["_folder"] / file) if file else entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
     declared = entry.get("columns", {})
@@ -222,7 +221,7 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
     if template in TEMPLATES:
         draft.put("data.template", template, "template")
     elif template:
-        draft.note(f"template {template}: the tokenizer's chat template is used (data.template: null); check rows with "
+        draft.note(f"template {template}: the tokenizer's chat template is used (data.template: null). Check rows with "
                    "inspect.")
     if str(template).endswith(("_nothink", "_no_think")) and draft.get("enable_thinking") is None:
         draft.put("data.chat_template_kwargs", {"enable_thinking": False}, "template")

@@ -42,7 +42,7 @@ class Names:
 
 
 def take_training(draft: Draft, names: Names) -> None:
-    """Migrate all shared settings; call it after the data are migrated."""
+    """Convert all shared settings. Call it after the data is converted."""
     _take_length(draft, names)
     _take_optimizer(draft, names)
     _take_schedule(draft, names)
@@ -54,7 +54,7 @@ def take_training(draft: Draft, names: Names) -> None:
     if smoothing and draft.settings["model"][0] in ("SFT", "CLM"):
         draft.put("model.label_smoothing", float(smoothing), "label_smoothing_factor")
     elif smoothing:
-        draft.lose("label_smoothing_factor", "only for SFT and CLM")
+        draft.lose("label_smoothing_factor", "only SFT and CLM support it")
     clip = draft.get("max_grad_norm", 1.0)
     draft.put("trainer.gradient_clip_val", clip or None, "max_grad_norm")
     draft.put("trainer.log_every_n_steps", max(int(draft.get("logging_steps", 500)), 1), "logging_steps")
@@ -62,21 +62,21 @@ def take_training(draft: Draft, names: Names) -> None:
     if draft.get("push_to_hub") and draft.get("hub_model_id"):
         draft.put("publish.repo", draft.content["hub_model_id"], "hub_model_id")
     elif draft.get("push_to_hub") or draft.get("hub_model_id"):
-        draft.note("Nothing is uploaded; set publish.repo to upload the model.")
+        draft.note("Nothing is uploaded. Set publish.repo to upload the model.")
     draft.get("logging_strategy")
     if draft.get("overwrite_output_dir"):
         draft.note("To replace an earlier run in the folder, add --overwrite true on the command line.")
     if draft.get("trust_remote_code"):
-        draft.lose("trust_remote_code", "on the command line only: --model.trust_remote_code true")
+        draft.lose("trust_remote_code", "set it on the command line: --model.trust_remote_code true")
     if draft.get("resume_from_checkpoint") or draft.get("auto_resume_from_checkpoints"):
         draft.note("To resume a run, add --ckpt_path last on the command line.")
     if draft.settings["model"][0] != "Preference":
-        draft.note("The loss of a step is summed and divided once by its target tokens, so it may differ from a mean "
-                   "of micro-batch means if rows differ in length.")
+        draft.note("The loss of a step is divided once, by all its target tokens. It may differ from a mean over "
+                   "micro-batches if rows differ in length.")
 
 
 def take_quantization(draft: Draft, double: bool) -> None:
-    """Migrate `load_in_4bit` and related keys, for adapters only. `double` is the default of double quantisation."""
+    """Convert `load_in_4bit` and related keys, for adapters only. `double` is the default of double quantisation."""
     four, eight = draft.get("load_in_4bit"), draft.get("load_in_8bit")
     if not (four or eight):
         return
@@ -88,6 +88,12 @@ def take_quantization(draft: Draft, double: bool) -> None:
     else:
         draft.put("model.quantize", draft.get("bnb_4bit_quant_type", "nf4"), "load_in_4bit", "bnb_4bit_quant_type")
         draft.put("model.double_quant", draft.get("use_bnb_nested_quant", double), "use_bnb_nested_quant")
+
+
+def note_attention(draft: Draft, requested: str) -> None:
+    """Note that the recipe does not name the requested attention implementation."""
+    draft.note(f"{requested}: model.attention is null, which picks the fastest available implementation. Set it to "
+               "flash_attention_2 to require that package.")
 
 
 def _take_length(draft: Draft, names: Names) -> None:
@@ -156,7 +162,7 @@ def _take_evaluation(draft: Draft) -> None:
     elif steps:
         epochs = draft.settings.get("trainer.max_epochs", (0, ""))[0]
         if not 0 < steps * epochs <= 1:
-            draft.lose("eval_steps", "a fraction of the whole run, but trainer.val_check_interval counts within an "
+            draft.lose("eval_steps", "it is a fraction of the run, but trainer.val_check_interval is a fraction of an "
                                      "epoch; validation runs once per epoch")
         else:
             draft.put("trainer.val_check_interval", float(steps * epochs), "eval_steps")
@@ -312,7 +318,7 @@ def take_reward(draft: Draft, origin: str) -> None:
         draft.put("model.center_rewards_coefficient", float(weight), "center_rewards_coefficient")
     for key in GENERATION_KEYS:
         if draft.get(key):
-            draft.lose(key, "a reward model generates no text")
+            draft.lose(key, "a reward model does not generate text")
     if draft.get("router_aux_loss_coef"):
         draft.lose("router_aux_loss_coef", "not supported for reward models")
     note_differences(draft)
@@ -323,16 +329,16 @@ def take_data(draft: Draft) -> None:
     draft.put("data", f"{draft.settings['model'][0]}Data", "")
     for key in PACKING_KEYS:
         if draft.get(key):
-            draft.lose(key, "answers of a pair stay together; data.group_by_length saves most of the padding")
+            draft.lose(key, "the answers of a pair stay together; data.group_by_length avoids most padding")
     for key in TARGET_KEYS:
         if draft.get(key):
-            draft.lose(key, "the loss always uses the answers")
+            draft.lose(key, "the targets are always the tokens of the answers")
 
 
 def note_differences(draft: Draft) -> None:
     """Note the differences that apply to every loss."""
-    draft.note("Each term of the loss is divided once by the pairs (or answers) of the whole step. Other programs "
-               "divide in each micro-batch, some terms by its tokens.")
+    draft.note("Each term of the loss is divided once, by the number of pairs (or answers) in the step. Other programs "
+               "divide per micro-batch, some terms by the number of tokens.")
     draft.note("Dropout is off, except model.lora.dropout and rates set in model.config_overrides.")
 
 
@@ -377,7 +383,8 @@ def take_grpo(draft: Draft, origin: str) -> None:
         elif value is not None:
             draft.lose(key, f"{value} is not supported; the default of model.{name} is used instead")
     if draft.content.get("loss_type") == "bnpo":
-        draft.note("loss_type bnpo divides by the tokens of a micro-batch, dapo by the tokens of the whole step.")
+        draft.note("loss_type bnpo divides by the tokens of a micro-batch; dapo, which is used instead, divides by the "
+                   "tokens of the step.")
     micro, steps = draft.get("steps_per_generation"), draft.get("gradient_accumulation_steps", 1)
     if micro and micro % steps == 0:
         draft.put("model.steps_per_rollout", micro // steps, "steps_per_generation")
@@ -430,6 +437,5 @@ def reject_objective(draft: Draft, name: str | None) -> None:
     """Raise UserError for an objective without a task here; None stands for a supported one."""
     if name is None:
         return
-    raise UserError(f"This configuration of {PROGRAMS[draft.program]} trains on {WITHOUT_TASK.get(name, name)} "
-                    f"({name}), which migrate does not convert. The tasks are "
-                    f"{', '.join(declared('model'))}. Nothing was written.")
+    raise UserError(f"This {PROGRAMS[draft.program]} config trains on {WITHOUT_TASK.get(name, name)} ({name}), which "
+                    f"is not supported. Use a config for one of the tasks {', '.join(declared('model'))}.")

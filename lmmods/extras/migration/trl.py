@@ -1,4 +1,4 @@
-"""Migrate TRL's YAML, as for `trl sft --config`. Source: its SFTConfig, ModelConfig and ScriptArguments."""
+"""Convert TRL's YAML, as for `trl sft --config`. Source: its SFTConfig, ModelConfig and ScriptArguments."""
 
 from typing import Any
 
@@ -22,11 +22,11 @@ PREFERENCES = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alph
 
 
 def trl(content: dict[str, Any]) -> Draft:
-    """Return the recipe of a TRL configuration. Raises UserError: the objective has no task here."""
+    """Convert a TRL config to a draft. Raises UserError: no task here has its objective."""
     draft = Draft("trl", content)
     reject_objective(draft, "rloo" if any(key in content for key in RLOO) else None)
     if draft.get("env"):
-        draft.note("env: set these variables in the shell.")
+        draft.note("env: set these environment variables in the shell.")
     if any(key in content for key in GRPO):
         training.take_grpo(draft, "")
     elif any(key in content for key in GKD):
@@ -93,7 +93,7 @@ def _take_gkd(draft: Draft) -> None:
         draft.put("model.teacher.max_new_tokens", max_new_tokens, "max_new_tokens")
         draft.put("model.teacher.sampling_temperature", temperature, "temperature")
     if 0 < on_policy < 1:
-        draft.note("lmbda is the fraction of batches that the student answers in TRL; here it is a fraction of rows.")
+        draft.note("lmbda is a fraction of batches in TRL; model.teacher.on_policy is a fraction of rows.")
     if draft.get("seq_kd"):
         draft.lose("seq_kd", "generate the teacher's answers with predict and train on them")
     draft.get("disable_dropout")
@@ -160,8 +160,7 @@ def _take_model(draft: Draft) -> None:
     if attention in ("eager", "sdpa"):
         draft.put("model.attention", attention, "attn_implementation")
     elif attention:
-        draft.note(f"attn_implementation {attention}: model.attention is null, which picks the fastest available; "
-                   "set flash_attention_2 to require that package.")
+        training.note_attention(draft, f"attn_implementation {attention}")
 
 
 def _take_sources(draft: Draft) -> None:
@@ -194,7 +193,7 @@ def _make_mixture_sources(draft: Draft, row: dict[str, Any]) -> list[Any]:
     paths = [file if is_local or "://" in file else f"hf://datasets/{row['path']}/{file}" for file in files]
     for key in ("columns", "data_dir"):
         if row.get(key):
-            draft.lose(f"datasets[].{key}", "all columns that a layout needs are read")
+            draft.lose(f"datasets[].{key}", "the columns that the layout needs are read")
     options = {key: row[key] for key in ("name", "split") if row.get(key) and not files}
     if fraction := row.get("fraction"):
         options["weight"] = fraction
@@ -221,7 +220,8 @@ def _take_rows(draft: Draft, task: str) -> None:
     if is_packed or is_padding_free:
         draft.put("data.packing", True, "packing" if is_packed else "padding_free")
     if is_packed and strategy == "wrapped":
-        draft.note("packing_strategy wrapped splits rows anywhere; here whole rows are packed. Task CLM joins texts.")
+        draft.note("packing_strategy wrapped splits rows anywhere; here whole rows are packed. Use the task CLM to "
+                   "join texts.")
     for key in ("eos_token", "pad_token"):
         if draft.get(key):
             draft.put(f"data.{key}", draft.content[key], key)

@@ -33,7 +33,7 @@ def report(runs: list[str], out: str = "report.html", overwrite: bool = False) -
         _check_replaceable(path, overwrite)
         write_text(path, page)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}). Choose another file.") from error
+        raise UserError(f"--out {out} cannot be written ({error.strerror}). Use another file.") from error
     print(f"Wrote {out} ({len(page.encode()) / 1024:,.0f} KiB, {len(runs)} run{'s' if len(runs) > 1 else ''}).")
 
 
