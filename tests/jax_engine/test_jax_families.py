@@ -15,8 +15,8 @@ import torch
 import transformers
 from bitsandbytes.nn import Linear4bit
 from hf_reference import AUTO, NUM_LABELS, HFReference, labels_of, of_real, our_loss, row_labels, torch_inputs
-from test_first_parameters import SIZES, assert_same_values, build_model, make_config
 from test_generate import EOS, generate_on_torch, prompts_of
+from test_initial_parameters import SIZES, assert_same_values, build_model, make_config
 from test_lora import check_adapter
 from test_quant import assert_logits_equal_torchs, quantise_on_torch, stacked_experts
 from tested import PAIRS, QUICK, TESTED
