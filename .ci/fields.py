@@ -16,7 +16,7 @@ import yaml
 from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
-from lmmods.recipe.rewards import NAMED, Compared, RewardSettings
+from lmmods.recipe.rewards import NAMED, ComparisonReward, RewardSettings
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.identity import CUT, NOT_COMPARED, REPORTED, is_among
 
@@ -25,7 +25,7 @@ TABLE = re.compile(r"(<!-- fields: (.+?) -->\n\n)(?:\|.*\n)*")
 COLUMNS = "| type | default | meaning |\n|---|---|---|---|\n"
 MARKS = {"†": REPORTED | NOT_COMPARED, "‡": CUT}  # keys that may change on resume
 PAGE = re.compile(r"\bdocs/(\w+)\.md")  # as descriptions name a page
-REWARDS = {"": RewardSettings, "comparison": Compared, **NAMED}
+REWARDS = {"": RewardSettings, "comparison": ComparisonReward, **NAMED}
 CLASSES = {class_name(cls): (block, cls) for block in BASES for cls in keys.task_classes(block)}
 ALL = {key.name: key for key in keys.walk(keys.recipe_keys(options_of("fit")[0], "torch"), {
     block: (base, *keys.task_classes(block)) for block, base in BASES.items()})}
