@@ -175,6 +175,7 @@ VALUES: dict[str, Callable[[Any], Settings]] = {
     "init_lora_weights": _translate_init, "peft_init_lora_weights": _translate_init,
     "lora_target_linear": _if_true("model.lora.targets", "all-linear"),
     "disable_gradient_checkpointing": lambda value: {"model.gradient_checkpointing": not value},
+    "activation_offloading": _if_true("model.gradient_checkpointing", "offload"),
     "deepspeed": _if_true("trainer.strategy", "lmmods.strategies.DeepSpeed"),
     "fsdp": lambda value: {"trainer.strategy": "fsdp"} if value else {},
     "mask_history": _if_true("data.train_on", "last"), "train_on_prompt": _if_true("data.train_on", "all"),

@@ -182,6 +182,7 @@ evals_per_epoch: 4
 saves_per_epoch: 1
 bf16: auto
 gradient_checkpointing: true
+activation_offloading: true
 wandb_project: mine
 early_stopping_patience: 2
 special_tokens: {pad_token: <pad>}
@@ -259,7 +260,7 @@ def test_an_axolotl_config_becomes_a_recipe(migrate, tmp_path):
         "logger": [{"class_path": "WandbLogger", "init_args": {"project": "mine"}}],
         "callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 2}}]}
     assert recipe["model"] == {"class_path": "SFT", "init_args": {
-        "pretrained": "some/llama", "quantize": "nf4", "double_quant": True, "gradient_checkpointing": True,
+        "pretrained": "some/llama", "quantize": "nf4", "double_quant": True, "gradient_checkpointing": "offload",
         "lora": {"rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear"},
         "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-4, "schedule": "cosine", "warmup": 0.03},
         "neftune_alpha": 5}}

@@ -411,6 +411,10 @@ More: docs/fields.md
 """
     assert main(["fit", "--help=model.init_args.loss"]) == 0
     assert "\nOnly for Preference.\n" in capsys.readouterr().out
+    for name, page in (("model.rewards", "tasks/grpo"), ("data.null_score_diff_threshold", "tasks/qa"),
+                       ("model.generation", "fields"), ("mmlu.limit", "metrics"), ("seed_everything", "commands")):
+        assert main(["fit", "--help", name]) == 0
+        assert capsys.readouterr().out.endswith(f"\nMore: docs/{page}.md\n"), name
     assert main(["fit", "--help", "model.lora"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("  --model.lora mapping or null (default: null)\n      Train an adapter")

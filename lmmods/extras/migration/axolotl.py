@@ -124,11 +124,12 @@ def _take_model(draft: Draft) -> None:
     options = draft.get("bnb_config_kwargs", {})
     take_quantization(draft, bool(options.get("bnb_4bit_use_double_quant", True)))
     _take_precision(draft, full=not (draft.has("model.lora") or draft.has("model.adapter")))
-    checkpointing = draft.get("gradient_checkpointing", False)
-    if checkpointing:
-        draft.put("model.gradient_checkpointing", True, "gradient_checkpointing")
-    if isinstance(checkpointing, str):
-        draft.lose("gradient_checkpointing", "activations are recomputed, not offloaded to the host")
+    # Both may be true or a string that says where inputs are kept, such as offload or disk.
+    checkpointing, offloading = draft.get("gradient_checkpointing", False), draft.get("activation_offloading", False)
+    if checkpointing or offloading:
+        offloads = offloading or isinstance(checkpointing, str)
+        draft.put("model.gradient_checkpointing", "offload" if offloads else True,
+                  "activation_offloading" if offloading else "gradient_checkpointing")
     attention = next((key for key in ("flash_attention", "xformers_attention", "sdp_attention", "flex_attention")
                       if draft.get(key)), None)
     implementation = draft.get("attn_implementation")

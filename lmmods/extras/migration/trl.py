@@ -155,7 +155,9 @@ def _take_model(draft: Draft) -> None:
     pure = dtype in ("bfloat16", "bf16") and not peft
     draft.put("trainer.precision", "bf16-true" if pure else "bf16-mixed" if bf16 else "16-mixed" if fp16 else "32-true",
               "dtype" if pure else "bf16" if bf16 else "fp16")
-    draft.put("model.gradient_checkpointing", bool(draft.get("gradient_checkpointing", True)), "gradient_checkpointing")
+    offloads, recomputes = draft.get("activation_offloading", False), draft.get("gradient_checkpointing", True)
+    draft.put("model.gradient_checkpointing", "offload" if offloads else bool(recomputes),
+              "activation_offloading" if offloads else "gradient_checkpointing")
     attention = draft.get("attn_implementation")
     if attention in ("eager", "sdpa"):
         draft.put("model.attention", attention, "attn_implementation")
