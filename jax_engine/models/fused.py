@@ -119,16 +119,20 @@ class Fused:
             return None
         elif self.window is not None and self.window < length:
             options["local_window_size"] = (self.window - 1, 0)
-        elif not self.causal and "attention_mask" in batch:
+        elif not self.causal and ("attention_mask" in batch or length % 2):
             # Without a causal order, real queries would attend to the padding after them.
-            options["key_value_seq_lengths"] = batch["attention_mask"].sum(1).astype(jnp.int32)
+            real = batch.get("attention_mask", jnp.ones_like(batch["input_ids"]))
+            options["key_value_seq_lengths"] = real.sum(1).astype(jnp.int32)
 
         def attend_fused(q: Array, k: Array, v: Array) -> Array:
             # With context parallelism, exchange shards of rows with all heads for whole rows of some heads, and back
             # below.
             q, k, v = (_shard_heads(_shard_rows(x), self.num_kv_heads) for x in (q, k, v))
-            mixed = _shard_heads(jax.nn.dot_product_attention(q, k, v, **options), self.num_kv_heads)
-            return _shard_rows(mixed).reshape(*q.shape[:2], -1)
+            if length % 2:  # the kernel has no gradient for odd lengths: add a token of padding
+                q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+            mixed = jax.nn.dot_product_attention(q, k, v, **options)[:, :length]
+            mixed = _shard_heads(mixed, self.num_kv_heads)
+            return _shard_rows(mixed).reshape(*mixed.shape[:2], -1)
 
         return attend_fused
 

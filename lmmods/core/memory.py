@@ -256,7 +256,6 @@ class Step:
         optimizer: A key of `OPTIMIZERS`.
         checkpointing: True if only the blocks' inputs are kept, and the backward pass recomputes each block.
         compute_bytes: Bytes of an activation.
-        offloads: True if the blocks' inputs are kept in the host's memory.
         param_bytes: Bytes of a parameter that trains, and of its gradient.
         runs: `eager` by single operations of torch; `compiled` by torch.compile; `scanned` by XLA, block after block.
         recomputes: True if a block keeps its input and the results of products and attention, and recomputes the rest.
@@ -267,6 +266,7 @@ class Step:
         chunk_bytes: Bytes of the float32 logits that the loss computes at once, infinite for all; 0 if it is not over
             the vocabulary.
         trained_head: Number of parameters of the output head if it trains, else 0.
+        offloads: True if the blocks' inputs are kept in the host's memory, and MLPs are computed in chunks.
     """
 
     num_trainable: int
@@ -274,7 +274,6 @@ class Step:
     checkpointing: bool
     compute_bytes: int
     param_bytes: float = 4.0
-    offloads: bool = False
     runs: Literal["eager", "compiled", "scanned"] = "eager"
     recomputes: bool = False
     averages: bool = False
@@ -283,6 +282,7 @@ class Step:
     has_dropout: bool = False
     chunk_bytes: float = 0.0
     trained_head: int = 0
+    offloads: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -291,19 +291,18 @@ class Step:
 
     def kept_in_block(self, widths: Widths) -> float:
         """Return the bytes per token that a block keeps for the backward pass."""
-        hidden, wide, query, size = widths.hidden, widths.wide, widths.query, self.compute_bytes
+        hidden, query, size = widths.hidden, widths.query, self.compute_bytes
         is_wide = self.in_full and self.is_mixed
         if self.recomputes:
-            products = hidden + 2 * query + 2 * widths.key_value + wide * (2 if widths.has_rms_norm else 1)
-            return size * products + hidden * (4 if is_wide else size)
+            products = hidden + 2 * query + 2 * widths.key_value
+            return size * products + hidden * (4 if is_wide else size) + self.kept_in_mlp(widths)
         # Both norms' results, which are the inputs of products; queries, keys, values and the result of attention.
         total: float = size * (2 * hidden + 2 * query + 2 * widths.key_value)
         # Inputs of the norms: the residual stream, which is float32 if all weights are, or a float32 copy made by the
         # operations of transformers. A compiler recomputes what is inside of a norm.
         normed, is_eager = 2 * hidden + widths.has_qk_norm * (query + widths.key_value), self.runs == "eager"
         total += normed * (4 if is_eager and widths.has_rms_norm or is_wide else size)
-        # The MLP's inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
-        total += size * wide * (2 if not widths.has_rms_norm else 4 if is_eager else 3)
+        total += self.kept_in_mlp(widths)
         if self.in_full and is_eager and widths.has_rms_norm:
             total += self.param_bytes * normed  # results of the norms before their weights
         if is_wide and self.runs != "compiled":
@@ -312,8 +311,16 @@ class Step:
             # A norm's result is dropped separately for each product that reads it, and is then not kept. Attention's
             # result (which is kept) and the MLP's are dropped too. A mask takes a byte.
             drops = 5 if widths.has_rms_norm else 4
-            total += size * ((drops - 2) * hidden + query) + drops * hidden + query + wide
+            total += size * ((drops - 2) * hidden + query) + drops * hidden + query
         return total
+
+    def kept_in_mlp(self, widths: Widths) -> float:
+        """Return the part of `kept_in_block` that is as wide as the MLP."""
+        if self.recomputes:
+            return self.compute_bytes * widths.wide * (2 if widths.has_rms_norm else 1)
+        # The inner features, and with a gate: gate, up and product; by single operations also the gate's SiLU.
+        features = 2 if not widths.has_rms_norm else 4 if self.runs == "eager" else 3
+        return widths.wide * (self.compute_bytes * features + self.has_dropout)
 
     def loss_bytes(self, vocabulary: int, num_tokens: int) -> float:
         """Return the bytes that the loss needs while it is computed.
@@ -340,6 +347,11 @@ def estimate_step(widths: Widths, weight_bytes: float, step: Step, num_tokens: i
     # The peak is at the loss, or at the first block of the backward pass: its recomputed activations, or in a loop of
     # XLA the gradients of its kept ones.
     recomputed = num_tokens * block if step.checkpointing or step.runs == "scanned" else 0
+    if step.offloads:
+        # The MLP's features exist for one chunk. By single operations, the others exist along with their gradients.
+        mlp = step.kept_in_mlp(widths)
+        recomputed = (num_tokens * (block - mlp) * (2 if step.runs == "eager" else 1)
+                      + min(num_tokens, MLP_CHUNK) * mlp)
     loss = step.loss_bytes(widths.vocabulary, num_tokens)
     state = OPTIMIZERS[step.optimizer].bytes_per_parameter(step.param_bytes)
     gradients = step.param_bytes + 4 * step.sums_gradients

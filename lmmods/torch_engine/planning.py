@@ -90,7 +90,7 @@ class Ledger(DispatchMode):
         self._num_seen = 0
         self._events: list[tuple[int, int]] = []  # a storage's index, and the change of its bytes
         self._before: dict[int, int] = {}
-        self._has_offloaded = False
+        self._offloaded: Callable[[], torch.UntypedStorage | None] = lambda: None
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Ledger":
@@ -152,9 +152,12 @@ class Ledger(DispatchMode):
         before = self._num_seen
         result = (grouped_product if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         if kwargs.get("pin_memory"):
-            # The host's memory has the inputs of recomputed layers. They return one at a time: the first counts as it.
-            self._index(result.untyped_storage(), 0 if self._has_offloaded else None)
-            self._has_offloaded = True
+            # The host's memory, for inputs of recomputed layers. They return one at a time, so count only the first one
+            # of a forward pass, which is needed last.
+            storage = result.untyped_storage()
+            is_first = self._offloaded() is None
+            self._index(storage, None if is_first else 0)
+            self._offloaded = weakref.ref(storage) if is_first else self._offloaded
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
         new_tensors = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
         for tensor in new_tensors:

@@ -110,6 +110,17 @@ def test_an_interrupted_run_ends_with_the_same_bits(run_command, write_gpu_recip
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_offloaded_inputs_of_layers_change_no_loss(run_command, write_gpu_recipe, engine):
+    losses = []
+    for checkpointing in (True, "offload"):
+        run, arguments = write_gpu_recipe(f"run-{checkpointing}", engine, "32-true",
+                                          model__init_args__gradient_checkpointing=checkpointing)
+        run_command(engine, "fit", *arguments)
+        losses.append([float(row["train/loss"]) for row in rows(run, TIMED) if row.get("train/loss")])
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_gpu_answers_equal_cpu_answers(run_command, write_gpu_recipe, engine):
     from lmmods.cli import main
 

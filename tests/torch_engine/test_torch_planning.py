@@ -100,6 +100,14 @@ def test_micro_batches_add_up_and_checkpointing_recomputes_blocks(make_planner, 
     assert plan.flops == 5 * (count_flops(vocabulary) + recomputed) and plan.num_tokens == 5 * ROWS * LENGTH
 
 
+def test_offloaded_inputs_of_layers_leave_one_on_the_device(make_planner):
+    planner = make_planner(accumulated=5)
+    kept, offloaded = (planner.plan(replace(planner.recipe(), checkpointing=value)) for value in (True, "offload"))
+    inputs = 4 * ROWS * LENGTH * WIDTH  # of a block
+    assert kept.memory["activations"] - offloaded.memory["activations"] == (LAYERS - 1) * inputs
+    assert offloaded.flops == kept.flops  # rows are shorter than a chunk
+
+
 def test_the_kto_baseline_is_computed_for_each_micro_batch(make_planner):
     answers = {name: torch.ones(1, 2, 3, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
     batch = answers | {"desirable": torch.ones(1)}

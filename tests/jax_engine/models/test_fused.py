@@ -36,15 +36,15 @@ def make_rows(kind: str, length: int = 10) -> dict:
 
 
 @pytest.mark.parametrize("window", [None, 3, 10])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "length"), [(kind, 10) for kind in KINDS] + [("full", 9), ("padded", 9)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_attention_equals_plain_attention(kind, causal, window):
+def test_fused_attention_equals_plain_attention(kind, length, causal, window):
     if window and not causal:
         return
-    batch, kernel = make_rows(kind), replace(CAUSAL, causal=causal, window=window)
-    q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, 10, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
-    real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, 10)))) > 0)
-    weights = (weights * real[..., None, None]).reshape(2, 10, -1)
+    batch, kernel = make_rows(kind, length), replace(CAUSAL, causal=causal, window=window)
+    q, k, v, weights = (jnp.asarray(RANDOM.normal(size=(2, length, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
+    real = np.asarray(batch.get("attention_mask", batch.get("segment_ids", np.ones((2, length)))) > 0)
+    weights = (weights * real[..., None, None]).reshape(2, length, -1)
 
     def run(function):
         def loss(*qkv):
@@ -65,6 +65,15 @@ def test_padded_rows_of_a_causal_model_need_no_mask(monkeypatch):
     assert CAUSAL.for_batch(make_rows("padded"))(q, k, v).shape == (2, 10, 32)
     with pytest.raises(TypeError):
         CAUSAL.for_batch(make_rows("packed"))
+
+
+def test_the_kernel_gets_even_lengths(monkeypatch):
+    """cuDNN's has no gradient for odd ones."""
+    shapes = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: shapes.append((q.shape, k.shape)) or q)
+    q, k, v = (jnp.ones((2, 9, heads, 8)) for heads in (4, 2, 2))
+    assert CAUSAL.for_batch(make_rows("padded", 9))(q, k, v).shape == (2, 9, 32)
+    assert shapes == [((2, 10, 4, 8), (2, 10, 2, 8))]
 
 
 def test_rows_that_the_kernel_does_not_support_use_plain_attention():
