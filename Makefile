@@ -10,8 +10,11 @@ NUMERICS := $(PYTEST) -m "numerics and not slow"
 # Three sessions, whose workers take at most 3 GB each: what libraries keep in a process grows with every program.
 SESSIONS := tests/jax_engine "tests/engines tests/evaluation" \
 	"tests --ignore tests/jax_engine --ignore tests/engines --ignore tests/evaluation"
+# Tests write and sync thousands of small files: in memory, if 4 GB are free there.
+IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 2>/dev/null \
+	&& echo TMPDIR=/dev/shm)
 # Python's folder, and further options.
-in_sessions = @status=0; for tests in $(SESSIONS); do $(1)/$(PYTEST) $$tests $(2) || status=1; done; exit $$status
+in_sessions = @status=0; for tests in $(SESSIONS); do $(IN_MEMORY) $(1)/$(PYTEST) $$tests $(2) || status=1; done; exit $$status
 # Each changes the order in which float32 sums are taken, and where their terms are rounded.
 ROUNDINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4

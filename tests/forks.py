@@ -148,11 +148,28 @@ def _call(connection: socket.socket) -> None:
         os.environ.update(environment)
         function, args = pickle.load(request)
     rank_zero_only.rank = _get_rank() or 0  # Lightning read it at import
+    _keep_compiled_programs()
     with open(output, "ab") as file, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     function(*args)
+
+
+def _keep_compiled_programs() -> None:
+    """Let every process write its compiled programs to JAX's cache, as on CPUs each needs programs of its own.
+
+    JAX writes those of the first process only, so the others would compile for 40 seconds in each test.
+    """
+    from jax._src import compiler, distributed
+
+    class State:
+        process_id = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(distributed.global_state, name)
+
+    compiler.distributed = SimpleNamespace(global_state=State())
 
 
 def train(*arguments: str) -> None:
