@@ -235,12 +235,12 @@ def test_plans_are_written_to_the_pages(tmp_path, monkeypatch):
     assert table.count("\n") == 4 and "[`clm_gpt2_scratch`]" not in table
     assert f"| 7.25 GiB | {remedied} | {remedied} | 23,830 |" in table
     [row] = [line for line in pages["CATALOGUE"].read_text().split("\n") if "`sft_alpaca_7b`" in line]
-    assert "| GPU 16 GB, a day | 7.25 GiB | 38.8 %" in row
+    assert row.endswith("| 16 GB, a day | 7.25 GiB |")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [True, False])
-def test_two_workers_start_from_the_same_loss(tmp_path, together):
+@pytest.mark.parametrize(("together", "rounds"), [(True, 2), (False, 1)])  # one by one, each round starts both
+def test_two_workers_start_from_the_same_loss(tmp_path, together, rounds):
     from pair import Side, compare, ratio
     from work import Work
 
@@ -248,8 +248,8 @@ def test_two_workers_start_from_the_same_loss(tmp_path, together):
     work.write(tmp_path / "work")
     fields = {"folder": str(tmp_path / "work"), "warm_up": 2, "steps": 2, "options": ["--trainer.precision", "32-true"]}
     torch_side, jax_side = (Side(sys.executable, "ours.py", {**fields, "engine": name}) for name in ("torch", "jax"))
-    torch_result, jax_result = compare(torch_side, jax_side, rounds=2, together=together)
-    assert len(torch_result.speed) == len(jax_result.speed) == 2 and min(torch_result.speed + jax_result.speed) > 0
+    torch_result, jax_result = compare(torch_side, jax_side, rounds=rounds, together=together)
+    assert len(torch_result.speed) == len(jax_result.speed) == rounds and min(torch_result.speed + jax_result.speed) > 0
     assert torch_result.loss == pytest.approx(jax_result.loss, rel=1e-5) and 0.1 < torch_result.peak < 10
     assert ratio([1.0, 2.0, 9.0], [4.0, 4.0, 1.0]) == 0.5
 

@@ -14,8 +14,8 @@ from tests.forks import together
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smoke")
 PROMPTS = {"CLM": "The capital of Norland is\n\nA hammer is\n", "MLM": "The capital of Norland is [MASK] .\n"}
-STEPS = 8
-FEWER = {"grpo": 3, "preference": 4}  # their steps take longest
+STEPS = 4
+FEWER = {"grpo": 2}  # its steps take longest
 
 
 def read_lines(path: Path) -> list[dict]:

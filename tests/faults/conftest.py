@@ -12,10 +12,10 @@ from lmmods.core.signals import Interrupted
 def short_runs(monkeypatch):
     """Interrupt each run in its second micro-batch, or before it starts other processes."""
     import jax
-    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     from jax_engine.trainer import Loop
     from lmmods.torch_engine.callbacks.run_events import StartReport
+    from lmmods.torch_engine.compat.lightning import WatchedLauncher
 
     def refuse_processes(*_, **__):
         raise Interrupted("Other processes would be started here.")
@@ -39,7 +39,7 @@ def short_runs(monkeypatch):
 
     monkeypatch.setattr(StartReport, "on_before_backward", on_before_backward)
     monkeypatch.setattr(Loop, "train_step", train_step_counting)
-    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", refuse_processes)
+    monkeypatch.setattr(WatchedLauncher, "launch", refuse_processes)
     monkeypatch.setattr(jax.distributed, "initialize", refuse_processes)
     return lambda: count.update(batches=0)
 

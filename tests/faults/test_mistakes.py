@@ -94,7 +94,7 @@ IN_FILES = {
     "model: {init_args: {pretrained: [gpt2]}}":
         "model.pretrained is [gpt2], but must be a string or null.",
     "model: {init_args: {gradient_checkpointing: some}}":
-        "model.gradient_checkpointing is some, but must be one of true, false, minimal.",
+        "model.gradient_checkpointing is some, but must be one of true, false, minimal, offload.",
     "model: {init_args: {generation: {top_k: x}}}":
         "model.generation.top_k is x, but must be an integer.",
     "model: {init_args: {fast_kernels: null}}":

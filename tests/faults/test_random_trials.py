@@ -22,7 +22,7 @@ from tests.finished_runs import TIMED, rows
 from tests.jax_engine.hf_reference import AUTO, FAMILIES
 from tests.jax_engine.tested import CAUSAL, ENCODERS
 
-NUM_TRIALS = int(os.environ.get("LMMODS_TRIALS", "24"))
+NUM_TRIALS = int(os.environ.get("LMMODS_TRIALS", "16"))
 NUM_QUICK = 2
 HEADS = {"SFT": "causal", "CLM": "causal", "Preference": "causal", "MLM": "masked", "QA": "qa"}
 ROWS = 8  # per step
