@@ -410,4 +410,4 @@ def test_a_model_folder_uses_its_own_generation_settings(llama_folder, tmp_path,
         (tmp_path / name).write_text("{}")
     assert "adapter_config.json has no peft_type" in get_error(capsys, "--model", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "does not name the adapter's base model" in get_error(capsys, "--model", str(tmp_path))
+    assert "has no base_model_name_or_path. Add the adapter's base model" in get_error(capsys, "--model", str(tmp_path))
