@@ -20,6 +20,7 @@ from lmmods.cli import main
 from lmmods.core.errors import UserError
 from lmmods.torch_engine.nn.building import chunk_mlps, enable_checkpointing
 from lmmods.torch_engine.nn.dropout import TokenDropout
+from lmmods.torch_engine.tasks.sft import SFT
 from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 
@@ -95,6 +96,11 @@ def test_offloaded_inputs_and_mlps_in_chunks_change_no_gradient():
     chunk_mlps(model, dropout, size=7)
     for name, grad in gradients().items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_offloading_with_compiled_layers_is_rejected():
+    with pytest.raises(UserError, match="model.compile is true, but must be false with model.gradient_checkpointing"):
+        SFT(config={"model_type": "llama"}, compile=True, gradient_checkpointing="offload")
 
 
 def test_a_model_without_blocks_is_rejected():

@@ -85,7 +85,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     if fields.gradient_checkpointing:
         offloads = fields.gradient_checkpointing == "offload" and device.type != "cpu"
         enable_checkpointing(model, dropout.contexts, offloads)
-        if fields.gradient_checkpointing == "offload" and not fields.compile:
+        if fields.gradient_checkpointing == "offload":
             chunk_mlps(model, dropout)
     if fields.compile:
         compile_layers(model)

@@ -67,6 +67,8 @@ class TaskModule(TaskFields, L.LightningModule, ABC):
         super().__post_init__()
         require(self.gradient_checkpointing != "minimal", "model.gradient_checkpointing", "minimal",
                 "true, offload or false in the torch engine")
+        require(self.gradient_checkpointing != "offload" or not self.compile, "model.compile", True,
+                "false with model.gradient_checkpointing: offload")
         self.model: nn.Module | None = None
         self.teacher_model: nn.Module | None = None  # the frozen network of `model.teacher`
         self.built_for: torch.device | None = None  # its type determines block sizes; None uses the tensors' device
