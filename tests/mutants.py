@@ -150,7 +150,8 @@ def try_mutant(mutant: Mutant | None, tree: Path, tests: str) -> str:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "--tb=no",
-             "--basetemp", str(tree.with_name(f"{tree.name}-tmp")), *(f"tests/{name}" for name in tests.split())],
+             "--timeout", "120", "--basetemp", str(tree.with_name(f"{tree.name}-tmp")),
+             *(f"tests/{name}" for name in tests.split())],
             cwd=tree, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return f"no end within {SECONDS} seconds"

@@ -68,22 +68,24 @@ def find_imported_files(module: str) -> set[str]:
     return {name for name in read_imports(module) if name in MODULES} - {module}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_folder_imports_only_from_lower_layers(module):
-    layer = find_index(module, LAYERS)
-    assert layer is not None, "in no layer"
-    for name in find_imported_files(module):
-        other = find_index(name, LAYERS)
-        assert other <= layer and {LAYERS[layer], LAYERS[other]} != {"lmmods.torch_engine", "jax_engine"}, name
-    for package, folders in FOLDERS.items():
-        if is_within(module, package):
+def test_folders_import_only_from_lower_layers():
+    for module in MODULES:
+        layer, imports = find_index(module, LAYERS), find_imported_files(module)
+        assert layer is not None, f"{module} is in no layer"
+        for name in imports:
+            other = find_index(name, LAYERS)
+            is_lower = other <= layer and {LAYERS[layer], LAYERS[other]} != {"lmmods.torch_engine", "jax_engine"}
+            assert is_lower, f"{module} imports {name}"
+        for package, folders in FOLDERS.items():
             inner = find_index(module, [f"{package}.{folder}" for folder in folders])
-            for name in find_imported_files(module):
+            for name in imports if is_within(module, package) and inner is not None else ():
                 imported = find_index(name, [f"{package}.{folder}" for folder in folders])
-                assert not is_within(name, package) or inner is None or imported is not None and imported <= inner, name
-    for package, libraries in WITHOUT.items():
-        if is_within(module, package):
-            assert not {name for name in read_imports(module) if any(is_within(name, library) for library in libraries)}
+                is_lower = not is_within(name, package) or imported is not None and imported <= inner
+                assert is_lower, f"{module} imports {name}"
+        for package, libraries in WITHOUT.items():
+            if is_within(module, package):
+                unwanted = {name for name in read_imports(module) if any(is_within(name, item) for item in libraries)}
+                assert not unwanted, f"{module} imports {unwanted}"
 
 
 def test_there_are_no_circular_imports():
