@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOCK := .ci/lock.txt
-# A worker for each CPU, at most four; who has nothing left to do takes tests from another.
-PYTEST := python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+# Two workers; who has nothing left to do takes tests from the other.
+PYTEST := python -m pytest -q -n 2 --dist worksteal
 NUMERICS := $(PYTEST) -m "numerics and not slow"
 # Three sessions, whose workers take at most 3 GB each: what libraries keep in a process grows with every program.
 SESSIONS := tests/jax_engine "tests/engines tests/evaluation" \
