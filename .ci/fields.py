@@ -4,7 +4,7 @@ A table follows its mark, `<!-- fields: NAME -->`. NAME is a block of the recipe
 next to the blocks; `trainer torch` for the keys of Lightning's trainer that JAX lacks; keys with commas between them
 (`model.label_smoothing, model.z_loss`); the class of a task or its data, for the keys that it adds to those on
 docs/fields.md; `conversations` for the keys of all data with conversations; `reward` for the keys of every reward,
-`reward comparison` for those of all rewards that compare answers, or `reward exact_match` for those that one adds.
+`reward comparison` for the keys that all rewards with a correct answer share, `reward exact_match` for one's own keys.
 """
 
 import re

@@ -52,7 +52,7 @@ class ComparisonReward(RewardSettings):
     """Base class for rewards that compare the answer with correct ones.
 
     Args:
-        column: Column with the correct answer, or a list of them, of which the best match counts. Default: the
+        column: Column with the correct answer, or with a list of them; the best match counts. Default: the
             reference, the response at the end of the row.
     """
 

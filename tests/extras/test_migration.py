@@ -298,6 +298,14 @@ def test_axolotls_end_token_settings_are_reported(key, value):
     assert not draft.unneeded
 
 
+def test_axolotls_offloading_to_disk_is_reported():
+    for line in ("gradient_checkpointing: offload_disk", "activation_offloading: disk"):
+        content = yaml.safe_load(f"{{base_model: a/b, datasets: [{{path: x, type: alpaca}}], {line}}}")
+        draft = as_draft(content, Path("a.yaml"))
+        assert draft.settings["model.gradient_checkpointing"][0] == "offload"
+        assert draft.lost[line.split(":")[0]] == "inputs of layers are kept in the host's memory, not on disk"
+
+
 def test_a_llamafactory_config_becomes_a_recipe(migrate, tmp_path):
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "dataset_info.json").write_text(json.dumps({

@@ -124,12 +124,14 @@ def _take_model(draft: Draft) -> None:
     options = draft.get("bnb_config_kwargs", {})
     take_quantization(draft, bool(options.get("bnb_4bit_use_double_quant", True)))
     _take_precision(draft, full=not (draft.has("model.lora") or draft.has("model.adapter")))
-    # Both may be true or a string that says where inputs are kept, such as offload or disk.
+    # Both may be true or a string that says where inputs are kept: offload, offload_disk, legacy, disk.
     checkpointing, offloading = draft.get("gradient_checkpointing", False), draft.get("activation_offloading", False)
     if checkpointing or offloading:
+        key = "activation_offloading" if offloading else "gradient_checkpointing"
         offloads = offloading or isinstance(checkpointing, str)
-        draft.put("model.gradient_checkpointing", "offload" if offloads else True,
-                  "activation_offloading" if offloading else "gradient_checkpointing")
+        draft.put("model.gradient_checkpointing", "offload" if offloads else True, key)
+        if "disk" in str(draft.content[key]):
+            draft.lose(key, "inputs of layers are kept in the host's memory, not on disk")
     attention = next((key for key in ("flash_attention", "xformers_attention", "sdp_attention", "flex_attention")
                       if draft.get(key)), None)
     implementation = draft.get("attn_implementation")
