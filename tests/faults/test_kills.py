@@ -12,21 +12,28 @@ from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_run
 from tests.forks import Fork
 
-# The process is killed right before or after the call whose arguments match, or before the n-th call.
+# Where one run is killed, time after time: right before or after the call whose arguments match, or before the n-th call
+# of the process. Both engines write by the same code; the moments of `LOOP` also depend on the engine's loop.
 MOMENTS = {
-    "training": ("before", "train_batch", "5"),
-    "inside a step": ("before", "train_batch", "6"),
-    "validating": ("before", "evaluate", "1"),
-    "before state.json is renamed": ("before", "replace", r"state\.json$"),
-    "before a checkpoint is renamed": ("before", "replace", r"checkpoints/step=4$"),
-    "after a checkpoint is renamed, before last points to it": ("after", "replace", r"checkpoints/step=4$"),
-    "after last points to it, before best does": ("after", "replace", r"checkpoints/last$"),
-    "before an old checkpoint is deleted": ("before", "rmtree", r"checkpoints/\.dropped-step=2$"),
-    "after the last checkpoint, before the export": ("after", "replace", r"checkpoints/step=6$"),
-    "before the model is renamed": ("before", "replace", r"run/model$"),
-    "after the model is renamed, before the run is marked": ("after", "replace", r"run/model$"),
-    "before the run is marked": ("before", "replace", r"run/completed$"),
+    "during training": {
+        "between steps": ("before", "train_batch", "5"),
+        "inside a step": ("before", "train_batch", "2"),
+        "validating": ("before", "evaluate", "1"),
+        "before state.json is renamed": ("before", "replace", r"state\.json$"),
+        "before a checkpoint is renamed": ("before", "replace", r"checkpoints/step=4$"),
+        "after a checkpoint is renamed, before last points to it": ("after", "replace", r"checkpoints/step=4$"),
+        "after last points to it, before best does": ("after", "replace", r"checkpoints/last$"),
+        "before an old checkpoint is deleted": ("before", "rmtree", r"checkpoints/\.dropped-step=2$"),
+    },
+    "at the end": {
+        "after the last checkpoint, before the export": ("after", "replace", r"checkpoints/step=6$"),
+        "before the model is renamed": ("before", "replace", r"run/model$"),
+        "after the model is renamed, before the run is marked": ("after", "replace", r"run/model$"),
+        "before the run is marked": ("before", "replace", r"run/completed$"),
+    },
 }
+LOOP = ("between steps", "inside a step", "validating", "before a checkpoint is renamed",
+        "after the last checkpoint, before the export", "before the run is marked")
 
 
 def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None:
@@ -62,25 +69,27 @@ def killed_run(arguments: list[str], when: str, call: str, pattern: str) -> None
     main(arguments)
 
 
-# Both engines write by the same code; these moments also depend on the loop of the engine.
-OF_THE_LOOP = ("training", "inside a step", "validating", "before a checkpoint is renamed",
-               "after the last checkpoint, before the export", "before the run is marked")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "moment"), [*(("torch", moment) for moment in MOMENTS),
-                                                *(("jax", moment) for moment in OF_THE_LOOP)])
-def test_a_killed_run_resumes_with_the_same_bits(engine, moment, recipe, finished, tmp_path, capfd):
+@pytest.mark.parametrize(("engine", "phases"), [
+    ("torch", ["during training"]), ("torch", ["at the end"]), ("jax", [*MOMENTS])],
+    ids=["torch-training", "torch-end", "jax"])
+def test_a_run_killed_time_after_time_ends_with_the_same_bits(engine, phases, recipe, finished, tmp_path, capfd):
     root = tmp_path / "run"
     changes = {"engine": engine, "trainer__accumulate_grad_batches": 2, "trainer__val_check_interval": 4,
                "checkpoint": {"every_n_steps": 2, "keep_last": 1}}
     uninterrupted, arguments = finished(**changes), recipe(**changes, trainer__default_root_dir=str(root))
-    process = Fork(killed_run, ["fit", *arguments], *MOMENTS[moment])
-    output = process.communicate()
-    assert process.returncode == -signal.SIGKILL, output
     run = RunFolder(root)
-    assert not run.completed.exists()
-    resume = ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"]
-    assert main(["fit", *arguments, *resume]) == 0, capfd.readouterr().err
+    for name, moment in (item for phase in phases for item in MOMENTS[phase].items()):
+        if engine == "torch" or name in LOOP:
+            process = Fork(killed_run, ["fit", *arguments, *resume_if_saved(run)], *moment)
+            output = process.communicate()
+            assert process.returncode == -signal.SIGKILL, f"{name}: {output}"
+            assert not run.completed.exists(), name
+    assert main(["fit", *arguments, *resume_if_saved(run)]) == 0, capfd.readouterr().err
     assert_same_run(uninterrupted, run)
     assert not [path for path in root.rglob(".*") if path.name.startswith((".step", ".model", ".last", ".best"))]
+
+
+def resume_if_saved(run: RunFolder) -> list[str]:
+    """Return the options that continue a killed run, from the start if it has no checkpoint yet."""
+    return ["--ckpt_path", "last"] if run.names() else ["--overwrite", "true"] if run.root.exists() else []
