@@ -12,8 +12,8 @@ from lmmods.runs.folder import RunFolder
 from tests.finished_runs import assert_same_run
 from tests.forks import Fork
 
-# Where one run is killed, time after time: right before or after the call whose arguments match, or before the n-th call
-# of the process. Both engines write by the same code; the moments of `LOOP` also depend on the engine's loop.
+# Where one run is killed, time after time: right before or after the call whose arguments match, or before the n-th
+# call of the process. Both engines write by the same code; the moments of `LOOP` also depend on the engine's loop.
 MOMENTS = {
     "during training": {
         "between steps": ("before", "train_batch", "5"),
