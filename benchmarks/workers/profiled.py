@@ -29,11 +29,11 @@ class Watch:
         settings: `folder`, `engine`, and the number of steps per phase: `warm_up`, `steps`, `traced` (0 for none).
         begin: Function that starts the profiler.
         end: Function that stops the profiler and returns its results.
-        range: Class of the profiler's ranges, which takes a name.
+        make_range: Class of the profiler's ranges, which takes a name.
     """
 
-    def __init__(self, settings: dict[str, Any], begin: Any, end: Any, range: Any) -> None:
-        self._settings, self._begin, self._end, self._range = settings, begin, end, range
+    def __init__(self, settings: dict[str, Any], begin: Any, end: Any, make_range: Any) -> None:
+        self._settings, self._begin, self._end, self._make_range = settings, begin, end, make_range
         self._phase, self._steps_left = FIRST, settings["warm_up"]
         self.report: dict[str, Any] = {"tokens": 0, "scored": 0, "pairs": 0}
 
@@ -64,7 +64,7 @@ class Watch:
             if not self._steps_left:
                 self._write()
             self._begin()
-            self._window = self._range(WINDOW)
+            self._window = self._make_range(WINDOW)
             self._window.__enter__()
         else:
             traced = time.perf_counter() - self._wall

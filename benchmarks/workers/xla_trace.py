@@ -52,7 +52,7 @@ class Program:
 
 
 def read_jax_trace(trace: Path, hlo_folder: Path, vocab_size: int, rank: int | None) -> dict[str, Any]:
-    """Return the result of `divide` for the steps in a trace.
+    """Return the result of `divide` for the steps in a trace. On a GPU, time is the device's.
 
     Args:
         trace: Folder of `jax.profiler.start_trace`.
@@ -66,7 +66,7 @@ def read_jax_trace(trace: Path, hlo_folder: Path, vocab_size: int, rank: int | N
                 for path in hlo_folder.glob("*after_optimizations.txt")]
     newest = max(trace.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)
-    window, operations, ends = None, [], {}
+    window, operations, ends, has_gpu = None, [], {}, any(plane.name.startswith("/device:GPU") for plane in planes)
     for plane in [plane for plane in planes if plane.name.startswith(("/host:CPU", "/device:GPU"))]:
         is_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
@@ -76,7 +76,7 @@ def read_jax_trace(trace: Path, hlo_folder: Path, vocab_size: int, rank: int | N
                     window = start, end
                 elif event.name.startswith("end: "):  # of an operation that other threads compute
                     ends[stats.get("_c")] = start
-                elif "hlo_op" in stats or is_gpu and line.name.startswith("Stream"):
+                elif line.name.startswith("Stream") if has_gpu else "hlo_op" in stats:
                     operations.append((line.name if is_gpu else None, start, end, event.name, stats))
     runs = defaultdict(list)
     for _, *_, stats in operations:

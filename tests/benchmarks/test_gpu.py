@@ -159,6 +159,34 @@ def test_xla_operations_are_grouped_by_source_and_shape(tmp_path):
     assert "[product]" in origins["cublas-gemm.1"]
 
 
+def test_a_trace_of_xla_on_a_gpu_counts_its_streams_alone(tmp_path):
+    from jax.profiler import ProfileData
+    from xla_trace import read_jax_trace
+
+    kernels = [("nvjet_tst_64x8", "layer", 10, 20), ("flash_fprop_sm90", "cudnn-fmha.3", 40, 10),
+               ("MemcpyD2D", None, 55, 5), ("input_add_fusion", "sum", 60, 4)]  # name, operation, start and duration
+    names = ["profiled steps", "Thunk", *(name for name, *_ in kernels)]
+
+    def plane(name, line, events):
+        lines = "".join(
+            f'events {{ metadata_id: {names.index(name) + 1} offset_ps: {start}000000 duration_ps: {duration}000000 '
+            + (f'stats {{ metadata_id: 1 str_value: "{operation}" }} ' if operation else "") + "}"
+            for name, operation, start, duration in events)
+        metadata = "".join(f'event_metadata {{ key: {index} value {{ id: {index} name: "{name}" }} }}'
+                           for index, name in enumerate(names, 1))
+        return (f'planes {{ name: "{name}" lines {{ name: "{line}" {lines} }} {metadata} '
+                'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }')
+
+    space = (plane("/host:CPU", "python", [("profiled steps", None, 0, 100), ("Thunk", "layer", 70, 9)])
+             + plane("/device:GPU:0", "Stream #7(Kernel)", kernels))
+    (tmp_path / "t.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(space))
+    (tmp_path / "step.gpu_after_optimizations.txt").write_text(PROGRAM)
+    result = read_jax_trace(tmp_path, tmp_path, 50, 2)
+    microseconds = {group: round(1e6 * seconds) for group, seconds in result["parts"].items() if seconds > 1e-9}
+    assert microseconds == {"products": 20, "attention": 10, "copies": 5, "other": 4, "host": 61}
+    assert list(result["other"]) == ["input_add_fusion"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 def test_a_profile_of_a_step_adds_up(training, engine):
