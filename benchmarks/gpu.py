@@ -1,20 +1,21 @@
-"""Measure both engines on one NVIDIA GPU, with the real trainers, in less than eight minutes; prints a Markdown table.
+"""Measure both engines on one NVIDIA GPU, with the real trainers, and peers on the same rows; prints Markdown tables.
 
-    python benchmarks/gpu.py
-    python benchmarks/gpu.py --parts ceiling clm-torch clm-jax
-    python benchmarks/gpu.py --smoke             toy sizes on the CPU, only to test the program
+    python benchmarks/gpu.py                           everything, about half an hour
+    python benchmarks/gpu.py --only qlora --sides torch jax "TRL + Liger, packed"
+    python benchmarks/gpu.py --profile                 where the time of a step goes, on both engines
+    python benchmarks/gpu.py --smoke [--profile]       toy sizes on the CPU, only to test the program
 
-Recipe fields. Causal LM: Llama-3.2-1B's shape with random weights, rows of 4096 tokens, batch_size 4, precision
-bf16-true, gradient_checkpointing false, compile true, AdamW. QLoRA: Llama-2-7B's shape with random nf4 weights, rank
-64 on all linear layers, rows of alpaca's lengths packed into 8 x 512, precision bf16-true, gradient_checkpointing true;
-the peer trains the same tokenised rows in batches of 8, padded to the longest, with gradient checkpointing and logits
-of all positions. LoRA: Llama-3.1-8B's shape with random bfloat16 weights, rank 16 on all linear layers, full rows of
-4096 tokens, 2 x 16 rows per step, precision bf16-true, gradient_checkpointing false; others publish 12,473 tokens/s
-and 402 TFLOP/s for it on one H100. Rows: four layers of the 1B shape. `attention` is null everywhere, so each engine
-uses the kernel that passes its trial. In the JAX engine, layers are scanned one by one, and checkpointing is off.
+Trainings: `clm` is full fine-tuning of Llama-3.2-1B's shape on full rows of 4096 tokens, compiled on torch; `qlora` is
+Llama-2-7B's shape in nf4, rank 64 on all linear layers, rows of alpaca's lengths; `lora` is Llama-3.1-8B's shape, rank
+16 on all linear layers, full rows of 4096 tokens, compiled on torch, for which NeMo Automodel publishes 12,473 tokens/s
+and 402 TFLOP/s on one H100. Weights are random and in bfloat16, as is the precision (bf16-true). Nobody checkpoints
+gradients. `attention` is null everywhere, so each engine uses the kernel that passes its trial. Targets on torch: an
+MFU of 50 % in `clm`, and in `qlora` 1.8 times the speed and 0.6 times the memory of each peer.
 
-Speeds are real tokens (no padding) per second, medians of the logged steps after compilation. Each part runs in its own
-process. If one fails or times out, the table says so and the others continue.
+Speeds are real tokens (no padding) per second, medians of rounds after compilation. Each side runs in its own process,
+with the same weights and rows, and must compute the same loss before training (relative 3e-2). A side that cannot be
+installed, fails or times out is a row with its error. Peers are installed as by bench.py; an environment that exists in
+benchmarks/.environments, with a file `ready`, is used as it is. `rows` are four layers of the 1B shape.
 """
 
 import argparse
@@ -30,60 +31,144 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from bench import GROUPED, LOSS_TOLERANCE, UNCHECKPOINTED, Peer, make_environment
 from data import make_text, make_vocabulary, write_instructions
+from pair import Side, run_sides
+from roofline import GROUPS, run_worker
+from work import TASKS, Work
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = str(ROOT / "demo" / "llama")
 LOG_EVERY, WARM_UP = 4, 2  # steps between logged rows, and number of first rows that are ignored
-RANK = 64
-Figures = dict[str, float | str]
+ROUNDS, TRACED = 3, 3  # of speed; steps of a profile
+SUM_TOLERANCE = 0.02  # of the groups and gaps of a profile, compared with the clock
+Figures = dict[str, Any]
+
+TUNED_TRL = {"use_liger_kernel": True, **UNCHECKPOINTED}
+TRL = Peer("liger", "torch_peers.py", "trl", TUNED_TRL)
+UNSLOTH = Peer("unsloth", "unsloth_peer.py", "unsloth", UNCHECKPOINTED)
+# About as many tokens per step as 32 alpaca rows.
+LARGE_BATCH = {**GROUPED, "per_device_train_batch_size": 32}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a Llama that our engines and peers are measured on.
+
+    Args:
+        task: Key of TASKS.
+        shape: Fields of its configuration.
+        length: Maximum row length in tokens.
+        batch_size: Rows per micro-batch.
+        method: `full`, `lora` or `qlora`.
+        peers: Peers by title.
+        accumulate: Micro-batches per step.
+        rank: Rank of the adapters.
+        warm_up: Steps before the first round.
+        steps: Steps per round.
+    """
+
+    task: str
+    shape: dict[str, int]
+    length: int
+    batch_size: int
+    method: str
+    peers: dict[str, Peer]
+    accumulate: int = 1
+    rank: int = 16
+    warm_up: int = 6
+    steps: int = 6
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the embedding is the output head, as in Llama-3.2-1B."""
+        return self.method == "full"
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters in matrices."""
+        shape = self.shape
+        per_layer = shape["hidden_size"] * (
+            shape["head_dim"] * 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
+            + 3 * shape["intermediate_size"])
+        embeddings = shape["vocab_size"] * shape["hidden_size"] * (1 if self.is_tied else 2)
+        return shape["num_hidden_layers"] * per_layer + embeddings
+
+    @property
+    def flops(self) -> float:
+        """FLOP per token without attention: 6 N for full fine-tuning, 4 N for adapters, as in published figures."""
+        return (6 if self.method == "full" else 4) * self.num_parameters
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP per token of queries times keys and weights times values, once forward and twice backward.
+
+        Halved by the causal mask of full rows; not counted for short rows.
+        """
+        shape = self.shape
+        return 0 if self.task == "sft" else (
+            6 * shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] * self.length)
+
+
+ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256}
+SEVEN_B = {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 32_000}
+EIGHT_B = {**SEVEN_B, "intermediate_size": 14_336, "num_key_value_heads": 8, "vocab_size": 128_256}
+TRAININGS = {
+    "clm": Training("clm", ONE_B, 4096, 4, "full", {"TRL + Liger": TRL}),
+    "qlora": Training("sft", SEVEN_B, 512, 8, "qlora", {
+        "TRL + Liger, grouped": replace(TRL, tuned={**TUNED_TRL, **LARGE_BATCH}),
+        "TRL + Liger, packed": replace(TRL, tuned={**TUNED_TRL, "packing": True}),
+        "Unsloth, grouped": replace(UNSLOTH, tuned={**UNCHECKPOINTED, **LARGE_BATCH})}, rank=64),
+    "lora": Training("clm", EIGHT_B, 4096, 2, "lora", {
+        "TRL + Liger": replace(TRL, tuned={**TUNED_TRL, "gradient_accumulation_steps": 8}),
+        "Unsloth": replace(UNSLOTH, tuned={**UNCHECKPOINTED, "gradient_accumulation_steps": 8}),
+        "NeMo Automodel": Peer("nemo", "nemo_peer.py", "nemo")}, accumulate=8, warm_up=2, steps=2)}
+SIDES = list(dict.fromkeys(["torch", "jax", *(name for training in TRAININGS.values() for name in training.peers)]))
 
 
 @dataclass
 class Sizes:
-    """Sizes of all parts."""
+    """Sizes of everything."""
 
     device: str = "cuda"
     precision: str = "bf16-true"
+    trainings: dict[str, Training] = field(default_factory=lambda: TRAININGS)
     matmul: int = 8192
-    steps: int = 24
-    length: int = 4096
-    batch_size: int = 4
-    clm: dict[str, int] = field(default_factory=lambda: {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256})
-    row_layers: int = 4
-    qlora: dict[str, int] = field(default_factory=lambda: {
-        "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 32_000})
-    sft_length: int = 512
-    sft_batch_size: int = 8
     num_rows: int = 4000
     num_lines: int = 1500
     line_words: tuple[int, int] = (60, 900)
-    lora: dict[str, int] = field(default_factory=lambda: {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256})
-    lora_batch_size: int = 16
-    lora_steps: int = 12  # ten seconds each
-
-    def clm_config(self, layers: int | None = None) -> dict[str, Any]:
-        return {"model_type": "llama", **self.clm, "num_hidden_layers": layers or self.clm["num_hidden_layers"],
-                "max_position_embeddings": self.length, "tie_word_embeddings": True}
+    row_layers: int = 4  # of `rows`, as the next two
+    steps: int = 24
+    batch_size: int = 4
 
 
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096}
-SMOKE = Sizes("cpu", "bf16-true", 128, 12, 64, 2, TOY, 1, {**TOY, "num_key_value_heads": 4}, 64, 2, 60, 60, (5, 20),
-              TOY, 2)
 
 
-# Parts: (sizes, shared folder, engine) -> figures -------------------------------------------------------------------
+def shrink(training: Training) -> Training:
+    """Return the training at a toy size, with peers as they run on a CPU, where Liger does not."""
+    peers = {}
+    for name, peer in training.peers.items():
+        tuned = {key: value for key, value in peer.tuned.items() if key != "use_liger_kernel"}
+        small = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        peers[name] = replace(peer, tuned=tuned | {key: value for key, value in small.items() if key in tuned})
+    return replace(training, shape=TOY, length=64, batch_size=2, accumulate=min(training.accumulate, 2), rank=8,
+                   warm_up=2, steps=2, peers=peers)
+
+
+SMOKE = Sizes("cpu", "bf16-true", {name: shrink(training) for name, training in TRAININGS.items()}, 128, 60, 60,
+              (5, 20), 1, 12, 2)
+
+
+# What runs in a process of its own: (sizes, folder, engine or training) -> figures -----------------------------------
 
 
 def measure_ceiling(sizes: Sizes, folder: Path, engine: str) -> Figures:
@@ -103,162 +188,116 @@ def measure_ceiling(sizes: Sizes, folder: Path, engine: str) -> Figures:
     return {"flops": 20 * sizes.matmul**3 / min(laps), "device": name}
 
 
-def write_nf4_weights(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Write a folder with random nf4 weights as bitsandbytes saves them, created on the device."""
+def write_training(sizes: Sizes, folder: Path, name: str) -> Figures:
+    """Write model/, with random weights created on the device, the data, recipe.yaml, rows.jsonl and check.json."""
     import torch
-    from bitsandbytes.nn import Linear4bit, Params4bit
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    training, folder = sizes.trainings[name], folder / name
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(**sizes.qlora, **special, max_position_embeddings=4096, dtype="bfloat16")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(sizes.device):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig(**training.shape, **special, max_position_embeddings=4096,
+                                             tie_word_embeddings=training.is_tied, dtype="bfloat16"))
+    if training.method == "qlora":
+        save_as_nf4(model, folder / "model")
+    else:
+        model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    recipe = make_recipe(sizes, training, folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    fields = recipe["data"]["init_args"] | {"packing": False}
+    Work(training.task, "", training.length).write_rows(folder, fields)
+    return {"gib": sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors")) / 2**30}
+
+
+def save_as_nf4(model: Any, folder: Path) -> None:
+    """Save a Llama with its layers in nf4, with double quantisation, as bitsandbytes saves them."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from safetensors.torch import save_file
+    from transformers import BitsAndBytesConfig
+
     for parent in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
         for name, linear in parent.named_children():
             if isinstance(linear, torch.nn.Linear):
                 packed = Linear4bit(linear.in_features, linear.out_features, bias=False, device="meta",
                                     compute_dtype=torch.bfloat16, quant_type="nf4")
                 packed.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-                setattr(parent, name, packed.to(sizes.device))
-    config.quantization_config = BitsAndBytesConfig(
+                setattr(parent, name, packed.to(linear.weight.device))
+    model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16).to_dict()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder / "nf4")
-    tokenizer.save_pretrained(folder / "nf4")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, folder / "nf4" / "model.safetensors", metadata={"format": "pt"})
-    return {"gib": (folder / "nf4" / "model.safetensors").stat().st_size / 2**30}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def train_clm(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Measure full training of the 1B shape on full rows."""
-    model = {"config": sizes.clm_config(), "compile": sizes.device == "cuda"}
-    speed = run_fit(sizes, folder, engine, "clm", model, write_text_rows(sizes, folder))
-    return {"speed": speed, "peak": peak_memory(sizes, engine)}
+def make_recipe(sizes: Sizes, training: Training, folder: Path) -> dict[str, Any]:
+    """Return the recipe of our engines."""
+    adapter = {} if training.method == "full" else {
+        "lora": {"rank": training.rank, "alpha": 2 * training.rank, "targets": "all-linear"}}
+    model = {"pretrained": str(folder / "model"), **adapter, "optimizer": {"lr": 1e-4, "schedule": "constant"}}
+    if training.method == "qlora":
+        model["quantize"] = "nf4"
+    else:
+        model["compile"] = sizes.device == "cuda"
+    data = write_instruction_rows(sizes, folder) if training.task == "sft" else write_text_rows(sizes, folder)
+    class_path, data_class_path = TASKS[training.task]
+    return {
+        "seed_everything": 1,
+        "trainer": {**common_trainer_fields(sizes), "max_steps": 100_000,
+                    "accumulate_grad_batches": training.accumulate},
+        "model": {"class_path": class_path, "init_args": model},
+        "data": {"class_path": data_class_path, "init_args": {
+            **data, "max_length": training.length, "batch_size": training.batch_size,
+            "cache_dir": str(folder / "cache")}}}
 
 
-def train_qlora(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Measure QLoRA of the 7B shape on packed rows."""
-    model = {"pretrained": str(folder / "nf4"), "quantize": "nf4", "gradient_checkpointing": True,
-             "lora": {"rank": RANK, "alpha": 16, "targets": "all-linear"}}
-    speed = run_fit(sizes, folder, engine, "qlora", model, write_sft_rows(sizes, folder) | {"packing": True}, "SFT")
-    return {"speed": speed, "peak": peak_memory(sizes, engine)}
-
-
-def write_bf16_weights(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Write a folder with random bfloat16 weights."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**sizes.lora, max_position_embeddings=sizes.length, dtype="bfloat16")
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(sizes.device):
-        LlamaForCausalLM(config).save_pretrained(folder / "bf16")
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "bf16")
-    return {"gib": sum(path.stat().st_size for path in (folder / "bf16").glob("*.safetensors")) / 2**30}
-
-
-def train_lora(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Measure LoRA of the 8B shape on full rows, with two micro-batches per step."""
-    model = {"pretrained": str(folder / "bf16"),
-             "lora": {"rank": 16, "alpha": 16, "targets": "all-linear"}, "compile": sizes.device == "cuda"}
-    data = write_text_rows(sizes, folder) | {"batch_size": sizes.lora_batch_size}
-    trainer = {"max_steps": sizes.lora_steps, "accumulate_grad_batches": 2}
-    speed = run_fit(sizes, folder, engine, "lora", model, data, trainer=trainer)
-    return {"speed": speed, "peak": peak_memory(sizes, engine)}
+def common_trainer_fields(sizes: Sizes) -> dict[str, Any]:
+    return {"accelerator": "cpu" if sizes.device == "cpu" else "gpu", "devices": 1, "precision": sizes.precision,
+            "num_sanity_val_steps": 0, "limit_val_batches": 0, "log_every_n_steps": LOG_EVERY,
+            "enable_checkpointing": False, "enable_progress_bar": False}
 
 
 def compare_rows(sizes: Sizes, folder: Path, engine: str) -> Figures:
     """Measure the isolation of packed documents, and the speed of padded, packed, full and repeated batches."""
-    model = {"config": sizes.clm_config(sizes.row_layers)}
-    variants = {"padded": {"join": False, "pad_to_multiple_of": sizes.length},
+    model, length = {"config": row_config(sizes)}, sizes.trainings["clm"].length
+    variants = {"padded": {"join": False, "pad_to_multiple_of": length},
                 "packed": {"join": None, "packing": True}, "full": {}, "repeated": {}}
     figures = (torch_leakage if engine == "torch" else jax_leakage)(sizes)
     for variant, options in variants.items():
         if variant == "repeated":
             repeat_first_batch()
-        data = write_text_rows(sizes, folder) | options
+        data = {**write_text_rows(sizes, folder), "tokenizer": TOKENIZER, "max_length": length,
+                "batch_size": sizes.batch_size, **options}
         figures[variant] = run_fit(sizes, folder, engine, f"rows-{variant}", model, data)
     return figures
-
-
-def train_peer(sizes: Sizes, folder: Path, engine: str) -> Figures:
-    """Measure the same nf4 base and rows with TRL's SFTTrainer by default, or with transformers' Trainer and PEFT."""
-    import datasets
-    import torch
-    import transformers
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-    is_cpu = sizes.device == "cpu"
-    examples = tokenise_rows(sizes, folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "nf4")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "nf4", dtype=torch.bfloat16,
-                                                              device_map={"": sizes.device})
-    adapter = LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    end_times, token_counts = [], []
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronise(sizes)
-            end_times.append(time.perf_counter())
-
-    common = {"output_dir": str(folder / "peer"), "per_device_train_batch_size": sizes.sft_batch_size,
-              "max_steps": sizes.steps, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-              "use_cpu": is_cpu, "bf16": not is_cpu}
-    try:
-        import trl
-    except ImportError:
-        name = f"transformers {transformers.__version__} Trainer + peft"
-        model = get_peft_model(prepare_model_for_kbit_training(
-            model, gradient_checkpointing_kwargs={"use_reentrant": False}), adapter)
-        trainer = transformers.Trainer(
-            model, transformers.TrainingArguments(**common, gradient_checkpointing=True,
-                                                  gradient_checkpointing_kwargs={"use_reentrant": False}),
-            train_dataset=examples, data_collator=transformers.DataCollatorForSeq2Seq(tokenizer))
-    else:
-        name = f"trl {trl.__version__} SFTTrainer"
-        masked = [{"input_ids": row["input_ids"], "completion_mask": [int(x != -100) for x in row["labels"]]}
-                  for row in examples]
-        trainer = trl.SFTTrainer(model, trl.SFTConfig(**common, max_length=sizes.sft_length, completion_only_loss=True),
-                                 train_dataset=datasets.Dataset.from_list(masked), processing_class=tokenizer,
-                                 peft_config=adapter)
-    collate = trainer.data_collator
-
-    def count_tokens(batch: list[dict]) -> dict:
-        token_counts.append(sum(len(row["input_ids"]) for row in batch))
-        return collate(batch)
-
-    trainer.data_collator = count_tokens
-    trainer.add_callback(Clock())
-    trainer.train()
-    laps = [after - before for before, after in zip(end_times[LOG_EVERY:], end_times[LOG_EVERY + 1 :], strict=False)]
-    return {"speed": statistics.mean(token_counts) / statistics.median(laps), "peak": peak_memory(sizes, "torch"),
-            "name": name}
 
 
 # Helpers ------------------------------------------------------------------------------------------------------------
 
 
-def run_fit(sizes: Sizes, folder: Path, engine: str, name: str, model: dict, data: dict, task: str = "CLM",  # noqa: PLR0913
-            trainer: dict | None = None) -> float:
-    """Run a recipe in this process and return the median of real tokens per second."""
+def row_config(sizes: Sizes) -> dict[str, Any]:
+    """Return the configuration of `rows`: a few layers of the 1B shape."""
+    training = sizes.trainings["clm"]
+    return {"model_type": "llama", **training.shape, "num_hidden_layers": sizes.row_layers,
+            "max_position_embeddings": training.length, "tie_word_embeddings": True}
+
+
+def run_fit(sizes: Sizes, folder: Path, engine: str, name: str, model: dict, data: dict) -> float:
+    """Run a causal LM recipe in this process and return the median of real tokens per second."""
     from lmmods.cli import main
 
     out = folder / f"{name}-{engine}"
-    optimizer = {"lr": 1e-4, "schedule": "constant"}
     recipe = {
         "engine": engine, "seed_everything": 1,
-        "trainer": {"max_steps": sizes.steps, "accelerator": "cpu" if sizes.device == "cpu" else "gpu", "devices": 1,
-                    "precision": sizes.precision, "num_sanity_val_steps": 0, "limit_val_batches": 0,
-                    "log_every_n_steps": LOG_EVERY, "enable_checkpointing": False, "enable_progress_bar": False,
-                    "default_root_dir": str(out), **(trainer or {})},
-        "model": {"class_path": task, "init_args": {**model, "optimizer": optimizer}},
-        "data": {"class_path": f"{task}Data", "init_args": data},
+        "trainer": {**common_trainer_fields(sizes), "max_steps": sizes.steps, "default_root_dir": str(out)},
+        "model": {"class_path": "CLM", "init_args": {**model, "optimizer": {"lr": 1e-4, "schedule": "constant"}}},
+        "data": {"class_path": "CLMData", "init_args": data},
     }
     path = folder / f"{name}-{engine}.yaml"
     path.write_text(yaml.safe_dump(recipe))
@@ -278,29 +317,14 @@ def write_text_rows(sizes: Sizes, folder: Path) -> dict[str, Any]:
         vocabulary = make_vocabulary(rng)
         path.write_text("\n".join(make_text(rng.randint(*sizes.line_words), rng, vocabulary)
                                   for _ in range(sizes.num_lines)))
-    return {"source": str(path), "documents": "line", "tokenizer": TOKENIZER, "max_length": sizes.length,
-            "batch_size": sizes.batch_size, "join": True}
+    return {"source": str(path), "documents": "line", "join": True}
 
 
-def write_sft_rows(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Write instructions with lengths like alpaca's, and return the data fields."""
-    path = folder / "rows.jsonl"
-    if not path.exists():
-        write_instructions(path, sizes.num_rows)
-    return {"source": str(path), "template": "alpaca", "max_length": sizes.sft_length,
-            "batch_size": sizes.sft_batch_size}
-
-
-def tokenise_rows(sizes: Sizes, folder: Path) -> list[dict[str, list[int]]]:
-    """Return the `input_ids` and `labels` of these instructions, as encoded by our data module."""
-    from lmmods.data.sft import SFTData
-
-    data = SFTData(**write_sft_rows(sizes, folder) | {"batch_size": 1, "pad_to_multiple_of": 1}, tokenizer=TOKENIZER,
-                   seed=1)
-    data.setup("fit")
-    num_rows = sizes.steps * sizes.sft_batch_size
-    return [{name: batch[name][0].tolist() for name in ("input_ids", "labels")}
-            for _, batch in zip(range(num_rows), data.train_batches(), strict=False)]
+def write_instruction_rows(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """Write instructions with lengths like alpaca's, and return the data fields for packed rows."""
+    path = folder / "rows.source.jsonl"
+    write_instructions(path, sizes.num_rows)
+    return {"source": str(path), "template": "alpaca", "packing": True}
 
 
 def repeat_first_batch() -> None:
@@ -320,8 +344,9 @@ def repeat_first_batch() -> None:
 def make_documents(sizes: Sizes) -> tuple[list[int], slice, list[int]]:
     """Return the ids of three concatenated documents, the slice of the second, and positions that restart in each."""
     rng = random.Random(3)
-    quarter, half = sizes.length // 4, sizes.length // 2
-    positions = [*range(quarter), *range(half), *range(sizes.length - quarter - half)]
+    length = sizes.trainings["clm"].length
+    quarter, half = length // 4, length // 2
+    positions = [*range(quarter), *range(half), *range(length - quarter - half)]
     return [rng.randrange(10, 500) for _ in positions], slice(quarter, quarter + half), positions
 
 
@@ -336,7 +361,7 @@ def torch_leakage(sizes: Sizes) -> Figures:
     from lmmods.torch_engine.nn.attention import prefer_varlen
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes.clm_config(sizes.row_layers))).to(sizes.device, torch.bfloat16).eval()
+    model = LlamaForCausalLM(LlamaConfig(**row_config(sizes))).to(sizes.device, torch.bfloat16).eval()
     prefer_varlen(model)
     packed, span, positions = make_documents(sizes)
 
@@ -358,7 +383,7 @@ def jax_leakage(sizes: Sizes) -> Figures:
     from jax_engine.models import hub
     from lmmods.core.hf_config import load_config
 
-    network = hub.network(load_config(sizes.clm_config(sizes.row_layers)), "causal", compute_dtype="bfloat16")
+    network = hub.network(load_config(row_config(sizes)), "causal", compute_dtype="bfloat16")
     params = jax.device_put(network.init(0, "bfloat16"))
     packed, span, positions = make_documents(sizes)
     run = jax.jit(lambda batch: network.logits(params, network.hidden(params, batch)[0]))
@@ -377,30 +402,7 @@ def synchronise(sizes: Sizes) -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory(sizes: Sizes, engine: str) -> float:
-    """Return the peak memory of this process on the device in GiB; nan on the CPU."""
-    if sizes.device == "cpu":
-        return float("nan")
-    if engine == "jax":
-        import jax
-
-        return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
-    import torch
-
-    return torch.cuda.max_memory_allocated() / 2**30
-
-
 # The program ----------------------------------------------------------------------------------------------------------
-
-# Name of a part -> its function, its engine, and the timeout in seconds.
-PARTS: dict[str, tuple[Callable[[Sizes, Path, str], Figures], str, int]] = {
-    "ceiling": (measure_ceiling, "torch", 60),
-    "clm-torch": (train_clm, "torch", 120), "clm-jax": (train_clm, "jax", 180),
-    "weights": (write_nf4_weights, "torch", 120), "qlora-torch": (train_qlora, "torch", 120),
-    "peer": (train_peer, "torch", 120), "qlora-jax": (train_qlora, "jax", 180),
-    "rows-torch": (compare_rows, "torch", 120), "rows-jax": (compare_rows, "jax", 180),
-    "lora-weights": (write_bf16_weights, "torch", 120), "lora-torch": (train_lora, "torch", 240),
-    "lora-jax": (train_lora, "jax", 300)}
 
 
 def run_part(name: str, folder: Path, smoke: bool, seconds: float) -> Figures:
@@ -409,107 +411,179 @@ def run_part(name: str, folder: Path, smoke: bool, seconds: float) -> Figures:
     environment = {**os.environ, "LMMODS_CACHE": str(folder / "cache"),
                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, "--part", name, "--folder", str(folder), *["--smoke"] * smoke]
-    start = time.perf_counter()
     with log.open("w") as file:
         try:
             subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=seconds, check=True)
-            figures = json.loads((folder / f"{name}.json").read_text())
+            return json.loads((folder / f"{name}.json").read_text())
         except subprocess.TimeoutExpired:
-            figures = {"error": f"stopped after {seconds:.0f} s"}
+            return {"error": f"stopped after {seconds:.0f} s"}
         except subprocess.CalledProcessError:
-            figures = {"error": (log.read_text().strip().splitlines() or ["no output"])[-1][:150]}
-    for line in log.read_text().splitlines():
-        if line.startswith("Attention:"):
-            print(f"  {line}")
-    print(f"{name}: {time.perf_counter() - start:.0f} s {figures}", flush=True)
-    return figures
+            return {"error": last_line(log.read_text())}
 
 
-def num_parameters(shape: dict[str, int], heads: int = 1) -> int:
-    """Return the number of parameters in a Llama's matrices; `heads` is 2 if embedding and output head are not tied."""
-    per_layer = shape["hidden_size"] * (
-        shape["head_dim"] * 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
-        + 3 * shape["intermediate_size"])
-    return shape["num_hidden_layers"] * per_layer + heads * shape["vocab_size"] * shape["hidden_size"]
+def last_line(text: str) -> str:
+    """Return the last line, at most 150 characters, for a cell of a table."""
+    return (text.strip().splitlines() or ["no output"])[-1][:150].replace("|", "/")
 
 
-def make_table(results: dict[str, Figures], sizes: Sizes) -> str:
-    """Return all figures as a Markdown table; the lines printed before it explain failures."""
+def run_side(sizes: Sizes, name: str, side: str, folder: Path, seconds: float) -> Figures:
+    """Train with one of our engines or a peer, and return `speed`, `peak` and `loss`, or `error`."""
+    training = sizes.trainings[name]
+    settings = {"folder": str(folder / name), "task": training.task, "method": training.method, "rank": training.rank,
+                "length": training.length, "batch_size": training.batch_size, "accumulate": training.accumulate,
+                "warm_up": training.warm_up, "steps": training.steps, "device": sizes.device, "bf16": True}
+    try:
+        if side in ("torch", "jax"):
+            worker = Side(sys.executable, "ours.py", {**settings, "engine": side}, seconds=seconds)
+        else:
+            peer = training.peers[side]
+            # The toy sizes test this program, not the environments.
+            python = sys.executable if sizes.device == "cpu" else make_environment(peer.environment)
+            worker = Side(python, peer.program, {**settings, "peer": peer.peer, "tuned": peer.tuned}, seconds=seconds)
+        [result] = run_sides([worker], ROUNDS)
+    except (SystemExit, subprocess.CalledProcessError) as error:
+        return {"error": last_line(str(error))}
+    return {"speed": statistics.median(result.wall), "peak": result.peak, "loss": result.loss}
+
+
+def profile_side(sizes: Sizes, name: str, engine: str, folder: Path, seconds: float) -> Figures:
+    """Return the report of workers/profiled.py, or `error`, also if its groups do not add up to the time of a step."""
+    training = sizes.trainings[name]
+    try:
+        run_worker("profiled.py", {
+            "folder": str(folder / name), "engine": engine, "warm_up": training.warm_up, "steps": training.steps,
+            "traced": TRACED, "options": [], "vocab_size": training.shape["vocab_size"],
+            "rank": None if training.method == "full" else training.rank}, seconds)
+    except (SystemExit, subprocess.TimeoutExpired) as error:
+        return {"error": last_line(str(error))}
+    report = json.loads((folder / name / f"{engine}.json").read_text())
+    total = sum(report["parts"].values())
+    if abs(total - report["traced"]) > SUM_TOLERANCE * report["traced"]:
+        return {"error": f"groups and gaps make {total:.3f} s of {report['traced']:.3f} s"}
+    return report | {"step": report["wall"] / training.steps}
+
+
+def make_profile_table(reports: dict[str, Figures]) -> str:
+    """Return milliseconds of a step by group, then the five largest operations in each `other`, and all errors."""
+    profiles = {name: report for name, report in reports.items() if "error" not in report}
+
+    def line(title: str, cell: Callable[[Figures], str]) -> str:
+        return f"| {' | '.join([title, *map(cell, profiles.values())])} |"
+
+    def group_cell(group: str) -> Callable[[Figures], str]:
+        return lambda report: (f"{1000 * report['parts'][group] / TRACED:,.2f} "
+                               f"({report['parts'][group] / sum(report['parts'].values()):.0%})")
+
+    lines = [f"| ms of a step | {' | '.join(profiles)} |", f"|---|{'---:|' * len(profiles)}"]
+    lines += [line("host (gaps)" if group == "host" else group, group_cell(group)) for group in GROUPS]
+    lines += [line("sum", lambda report: f"{1000 * sum(report['parts'].values()) / TRACED:,.2f}"),
+              line("step while profiled", lambda report: f"{1000 * report['traced'] / TRACED:,.2f}"),
+              line("step", lambda report: f"{1000 * report['step']:,.2f}"), ""]
+    for name, report in reports.items():
+        largest = ", ".join(f"{operation[:80]} {1000 * seconds / TRACED:.2f} ms" for operation, seconds in
+                            report.get("other", {}).items())
+        lines.append(f"{name}: {report['error']}" if "error" in report else f"other in {name}: {largest or 'nothing'}")
+    return "\n".join(lines)
+
+
+def make_table(results: dict[tuple[str, str], Figures], sizes: Sizes, card: Figures) -> str:
+    """Return the results by training and side as a Markdown table."""
     from lmmods.core.hardware import peak_flops
 
-    shape, num_params = sizes.clm, num_parameters(sizes.clm)
-    # FLOP of queries times keys and weights times values, halved by the causal mask, once forward and twice backward.
-    scores = 6 * shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] * sizes.length
-    lora_params = num_parameters(sizes.lora, 2)
-    card = {"device": "", "flops": math.nan} | results.get("ceiling", {})
-    nominal = peak_flops(card["device"]) or math.nan
+    nominal = peak_flops(card.get("device", "")) or math.nan
+    lines = ["| training | side | tokens/s | our torch ÷ it | peak memory | our torch ÷ it | TFLOP/s | MFU "
+             "| with attention | loss | note |", "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|"]
+    for (name, side), figures in results.items():
+        training, ours = sizes.trainings[name], results.get((name, "torch"), {})
+        title = f"{name}, {training.num_parameters / 1e9:.2f} B, {training.length} tokens"
+        loss = ours.get("loss", figures.get("loss", math.nan))
+        if "error" in figures or abs(figures["loss"] - loss) > LOSS_TOLERANCE["bf16-mixed"] * loss:
+            note = figures.get("error") or f"another loss before training: {figures['loss']:.4f}, ours {loss:.4f}"
+            lines.append(f"| {title} | {side} |{' |' * 8} {note} |")
+            continue
+        rate = figures["speed"] * training.flops
+        whole = figures["speed"] * (training.flops + training.attention_flops)
+        cells = [f"{figures['speed']:,.0f}", f"{ours.get('speed', math.nan) / figures['speed']:.2f}",
+                 f"{figures['peak']:.1f} GiB", f"{ours.get('peak', math.nan) / figures['peak']:.2f}",
+                 f"{rate / 1e12:,.0f}", f"{rate / nominal:.1%}", f"{whole / nominal:.1%}",
+                 f"{figures['loss']:.4f}", ""]
+        lines.append(f"| {title} | {side} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-    def cell(part: str, template: str, *functions: Callable[[Figures], Any]) -> str:
-        figures = results.get(part)
-        if figures is None or "error" in figures:
-            return "not run" if figures is None else "failed"
-        return template.format(*[value(figures) for value in functions], **figures)
 
-    def line(title: str, part: str, template: str, *functions: Callable[[Figures], Any], note: str = "",
-             target: str = "") -> str:
-        cells = [cell(f"{part}-{engine}", template, *functions) for engine in ("torch", "jax")]
-        return f"| {' | '.join([title, *cells, note, target])} |"
+def make_row_table(results: dict[str, Figures], sizes: Sizes) -> str:
+    """Return the comparison of rows as a Markdown table."""
+    def line(title: str, cell: Callable[[Figures], str]) -> str:
+        cells = [results.get(f"rows-{engine}", {"error": "not run"}) for engine in ("torch", "jax")]
+        return f"| {' | '.join([title, *(figures.get('error') or cell(figures) for figures in cells)])} |"
 
-    def against(name: str) -> Callable[[Figures], float]:
-        return lambda figures: figures[name] / results.get("peer", {}).get(name, math.nan)
-
-    def mfu(flops: float, peak: float) -> Callable[[Figures], float]:
-        return lambda figures: flops * figures["speed"] / peak
-
-    speed, memory = "{speed:,.0f} tokens/s", "{peak:.1f} GiB"
+    length = sizes.trainings["clm"].length
     return "\n".join([
-        "| what | torch | jax | note | target |",
-        "|---|---|---|---|---|",
-        f"| bf16 matrix product, TFLOP/s | {card['flops'] / 1e12:.0f} | | data sheet {nominal / 1e12:.0f} | |",
-        line(f"causal LM, {num_params / 1e9:.2f} B, rows of {sizes.length}", "clm", speed),
-        line("MFU, 6 N, of the data sheet", "clm", "{:.1%}", mfu(6 * num_params, nominal), target="50 %"),
-        line(f"with attention, + {scores:,} FLOP/token", "clm", "{:.1%}", mfu(6 * num_params + scores, nominal)),
-        line("with attention, of the measured product", "clm", "{:.1%}", mfu(6 * num_params + scores, card["flops"])),
-        line("peak memory", "clm", memory),
-        line("QLoRA, 7B", "qlora", speed, note=cell("peer", speed + ", {name}")),
-        line("against the peer", "qlora", "{:.2f} x", against("speed"), target="1.8 x"),
-        line("peak memory", "qlora", memory, note=cell("peer", memory)),
-        line("against the peer", "qlora", "{:.2f} x", against("peak"), target="0.60 x"),
-        line(f"LoRA, {lora_params / 1e9:.2f} B, rows of {sizes.length}", "lora", speed, note="12,473 published"),
-        line("TFLOP/s, 4 N", "lora", "{:.0f}", lambda f: 4e-12 * lora_params * f["speed"], note="402 published"),
-        line("peak memory", "lora", memory),
-        line("packed documents, leak / largest logit", "rows", "{leak:.1e}, without isolation {joined:.1e}"),
-        line(f"rows padded to {sizes.length}", "rows", "{padded:,.0f} tokens/s", note=f"{sizes.row_layers} layers"),
-        line("packed", "rows", "{packed:,.0f} tokens/s, {:.1f} x", lambda f: f["packed"] / f["padded"]),
-        line("full rows", "rows", "{full:,.0f} tokens/s"),
-        line("waiting for data", "rows", "{:.1%}", lambda f: 1 - f["full"] / f["repeated"],
-             note="fraction of a step, compared with one repeated batch"),
-    ])
+        f"| four layers, rows of {length} | torch | jax |", "|---|---|---|",
+        line("packed documents, leak / largest logit",
+             lambda f: f"{f['leak']:.1e}, without isolation {f['joined']:.1e}"),
+        line(f"padded to {length}", lambda f: f"{f['padded']:,.0f} tokens/s"),
+        line("packed", lambda f: f"{f['packed']:,.0f} tokens/s, {f['packed'] / f['padded']:.1f} x"),
+        line("full rows", lambda f: f"{f['full']:,.0f} tokens/s"),
+        line("waiting for data, fraction of a step, compared with one repeated batch",
+             lambda f: f"{1 - f['full'] / f['repeated']:.1%}")])
+
+
+# Name of a part -> its function, its last argument, and the timeout in seconds.
+PARTS: dict[str, tuple[Callable[[Sizes, Path, str], Figures], str, int]] = {
+    "ceiling": (measure_ceiling, "torch", 60), **{f"write-{name}": (write_training, name, 240) for name in TRAININGS},
+    "rows-torch": (compare_rows, "torch", 180), "rows-jax": (compare_rows, "jax", 240)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--only", nargs="+", choices=[*TRAININGS, "rows"], default=[*TRAININGS, "rows"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--profile", action="store_true", help="profile the steps of our engines instead")
+    parser.add_argument("--seconds", type=float, default=300,
+                        help="maximum time of a side's warm-up, of each of its rounds, and of a profile")
     parser.add_argument("--smoke", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = SMOKE if args.smoke else Sizes()
     if args.part:
-        part, engine, _ = PARTS[args.part]
-        figures = part(sizes, args.folder, engine)
+        part, argument, _ = PARTS[args.part]
+        figures = part(sizes, args.folder, argument)
         (args.folder / f"{args.part}.json").write_text(json.dumps(figures))
         return
-    end, results = time.perf_counter() + 60 * args.minutes, {}
-    with tempfile.TemporaryDirectory() as name:
-        for part in args.parts:
-            seconds_left = end - time.perf_counter()
-            if seconds_left > 20:
-                results[part] = run_part(part, Path(name), args.smoke, min(seconds_left, PARTS[part][2]))
-            else:
-                results[part] = {"error": "skipped, no time left"}
-    print(f"\n{results.get('ceiling', {}).get('device', '')}\n\n{make_table(results, sizes)}")
+    results: dict[str, Figures] = {}
+    sides: dict[tuple[str, str], Figures] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+
+        def run(name: str) -> Figures:
+            results[name] = run_part(name, folder, args.smoke, PARTS[name][2])
+            print(f"{name}: {results[name]}", flush=True)
+            return results[name]
+
+        if not args.profile:
+            run("ceiling")
+        for name in [name for name in TRAININGS if name in args.only]:
+            names = [side for side in ("torch", "jax", *sizes.trainings[name].peers) if side in args.sides]
+            (folder / name).mkdir()
+            written = run(f"write-{name}")
+            for side in [side for side in names if side in ("torch", "jax") or not args.profile]:
+                measure = profile_side if args.profile else run_side
+                sides[name, side] = written if "error" in written else measure(sizes, name, side, folder, args.seconds)
+                print(f"{name}, {side}: {sides[name, side].get('error', 'done')}", flush=True)
+            shutil.rmtree(folder / name)
+        if "rows" in args.only and not args.profile:
+            for engine in ("torch", "jax"):
+                run(f"rows-{engine}")
+    if args.profile:
+        print("", make_profile_table({", ".join(key): report for key, report in sides.items()}), sep="\n")
+        return
+    card = results["ceiling"]
+    print("", card.get("device", card.get("error")), f"bf16 matrix product: {card.get('flops', math.nan) / 1e12:.0f} "
+          "TFLOP/s", "", make_table(sides, sizes, card), sep="\n")
+    if "rows" in args.only:
+        print("", make_row_table(results, sizes), sep="\n")
 
 
 if __name__ == "__main__":

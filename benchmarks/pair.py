@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import statistics
 import subprocess
 import tempfile
@@ -23,12 +24,14 @@ class Side:
         program: File in workers/.
         settings: Settings sent to the worker.
         cold: Files to evict from the system's cache before the worker starts.
+        seconds: Maximum time to wait for the warm-up or a round; None waits for ever.
     """
 
     python: str
     program: str
     settings: dict[str, Any]
     cold: tuple[Path, ...] = ()
+    seconds: float | None = None
 
 
 @dataclass
@@ -77,12 +80,17 @@ def compare(ours: Side, peer: Side, rounds: int, together: bool = True) -> tuple
         SystemExit: A worker failed; the message has the end of its output.
     """
     if together:
-        our_result, peer_result = _run([ours, peer], rounds)
+        our_result, peer_result = run_sides([ours, peer], rounds)
         return our_result, peer_result
-    return _run([ours], rounds)[0], _run([peer], rounds)[0]
+    return run_sides([ours], rounds)[0], run_sides([peer], rounds)[0]
 
 
-def _run(sides: list[Side], rounds: int) -> list[Result]:
+def run_sides(sides: list[Side], rounds: int) -> list[Result]:
+    """Run any number of sides in turn.
+
+    Raises:
+        SystemExit: A worker failed; the message has the end of its output.
+    """
     results = [Result() for _ in sides]
     workers: list[_Worker] = []
     try:
@@ -116,15 +124,19 @@ class _Worker:
         for path in side.cold:
             evict(path)
         self._stderr = tempfile.TemporaryFile("w+")
-        self._name = f"{side.program} {side.settings}"
+        self._name, self._seconds = f"{side.program} {side.settings}", side.seconds
         self._process = subprocess.Popen(
             [side.python, str(WORKERS / side.program), json.dumps(
                 {**side.settings, "root": str(ROOT), "launched": time.monotonic()})], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+                 "WANDB_MODE": "disabled",  # transformers prints to the standard output if it is `offline`
                  "OMP_WAIT_POLICY": "PASSIVE"})  # otherwise waiting threads use CPU time
 
     def read(self) -> dict[str, Any]:
+        if not select.select([self._process.stdout], [], [], self._seconds)[0]:  # a report is one line
+            self._process.kill()
+            raise SystemExit(f"{self._name} failed:\nno report within {self._seconds:g} s")
         line = self._process.stdout.readline()
         if not line:
             self._stderr.seek(0)

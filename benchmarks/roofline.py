@@ -14,8 +14,8 @@ B are the parameters of the layers with their adapters. H are the parameters of 
 (labelled) tokens need. A frozen weight needs 4 of the 6 FLOP of a trained one. L layers attend with D features, over
 the pairs of positions of each row. Embeddings, norms, activations and padding count nothing.
 
-The time is profiled in further steps, by torch's profiler, or by XLA's trace of its operations, which are mapped to
-their source code. README.md has the last table.
+The time is profiled in further steps, by torch's profiler or XLA's trace, and divided by workers/step_time.py.
+README.md has the last table.
 """
 
 import argparse
@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from work import Work
+from work import CONFIGS, RANK, Work
 
 WORKERS, ROOT = Path(__file__).parent / "workers", Path(__file__).parent.parent
-PARTS = ("products", "dequantisation", "attention", "head and loss", "norms, activations and the rest", "optimiser",
-         "data", "Python and other")
+sys.path.append(str(WORKERS))
+from step_time import GROUPS  # noqa: E402
+
 MIN_COVERAGE = 0.9  # minimum fraction of the FLOP of a step's products in the shapes that the ceiling is measured at
 MAX_SHAPES = 12
 
@@ -77,17 +78,21 @@ def flops(report: dict[str, Any], sizes: dict[str, Any], causal: bool) -> float:
     return report["tokens"] * body + report["scored"] * head + 12 * sizes["layers"] * sizes["features"] * pairs
 
 
-def run_worker(program: str, settings: dict[str, Any]) -> str:
+def run_worker(program: str, settings: dict[str, Any], seconds: float | None = None) -> str:
     """Run a worker and return its output.
+
+    Args:
+        seconds: Timeout; None for none.
 
     Raises:
         SystemExit: The worker failed; the message has the end of its output.
     """
     process = subprocess.run(
         [sys.executable, str(WORKERS / program), json.dumps({**settings, "root": str(ROOT)})], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-                                  "PYTHONPATH": str(ROOT), "LMMODS_CACHE": f"{settings['folder']}/cache",
-                                  "OMP_WAIT_POLICY": "PASSIVE"})  # otherwise waiting threads use CPU time
+        capture_output=True, timeout=seconds,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
+             "LMMODS_CACHE": f"{settings['folder']}/cache",
+             "OMP_WAIT_POLICY": "PASSIVE"})  # otherwise waiting threads use CPU time
     if process.returncode:
         raise SystemExit(f"{program} {settings} failed:\n{process.stdout[-1000:]}\n{process.stderr[-4000:]}")
     return process.stdout
@@ -114,7 +119,9 @@ def measure(name: str, folder: Path) -> list[str]:
         engine, precision = RUNS[run]
         warm_up = EPOCH if engine == "jax" and case.work.task in ("sft", "qa") else case.warm_up
         run_worker("profiled.py", {"folder": str(folder), "engine": engine, "warm_up": warm_up, "steps": case.steps,
-                                   "traced": case.steps, "options": ["--trainer.precision", precision]})
+                                   "traced": case.steps, "options": ["--trainer.precision", precision],
+                                   "vocab_size": CONFIGS[case.work.model]["vocab_size"],
+                                   "rank": None if case.work.method == "full" else RANK})
         report = json.loads((folder / f"{engine}.json").read_text())
         if engine == "torch":  # JAX is compared with the same products, which are nearly its own
             sizes = report
@@ -132,18 +139,14 @@ def make_row(title: str, report: dict[str, Any], sizes: dict[str, Any], ceiling:
     dtype = "bfloat16" if report.get("bfloat16") else "float32"
     peak = max(speed for library, speed in ceiling.items() if library.startswith(dtype))
     target = f"{case.target[run]:.0%}" if run in case.target else ""
-    listed = sum(report["parts"].values()) / 1e6
-    # Operations of XLA may overlap, so their sum may exceed the time of the steps.
-    total = max(listed, report["traced"])
-    report["parts"]["Python and other"] = report["parts"].get("Python and other", 0) + 1e6 * (total - listed)
-    fractions = [f"{report['parts'].get(part, 0) / 1e6 / total:.0%}" for part in PARTS]
+    fractions = [f"{report['parts'][group] / sum(report['parts'].values()):.0%}" for group in GROUPS]
     return (f"| {title} | {report['tokens'] / report['cpu']:,.0f} | {rate / 1e9:,.0f} | {peak / 1e9:,.0f} | "
             f"**{rate / peak:.0%}** | {target} | {' | '.join(fractions)} |")
 
 
 def make_table(names: list[str]) -> str:
     """Measure cases and return a Markdown table."""
-    header = ["step", "run", "tokens per CPU-second", "GFLOP per CPU-second", "ceiling", "fraction", "target", *PARTS]
+    header = ["step", "run", "tokens per CPU-second", "GFLOP per CPU-second", "ceiling", "fraction", "target", *GROUPS]
     lines = [f"| {' | '.join(header)} |", f"|---|---|{'---:|' * (len(header) - 2)}"]
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:

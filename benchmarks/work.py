@@ -42,6 +42,7 @@ LABELS = {  # of MNLI and of CoNLL-2003
     "token_classification": ["B-LOC", "B-MISC", "B-ORG", "B-PER", "I-LOC", "I-MISC", "I-ORG", "I-PER", "O"]}
 ENCODER_TASKS = ("mlm", "qa", *LABELS)
 NUM_ANSWERS, ANSWER_LENGTH = 8, 64  # per prompt in GRPO
+RANK = 16  # of adapters
 REWARD = "rewarding.vowels"  # in workers/
 
 
@@ -79,7 +80,7 @@ class Work:
         self._write_model(folder / "model", source)
         recipe = self._recipe(folder, source)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        (self._write_prompts if self.task == "grpo" else self._write_rows)(folder, recipe["data"]["init_args"])
+        (self._write_prompts if self.task == "grpo" else self.write_rows)(folder, recipe["data"]["init_args"])
 
     def _write_source(self, folder: Path) -> Path:
         if self.task == "sft" and self.rows:
@@ -129,7 +130,7 @@ class Work:
 
     def _recipe(self, folder: Path, source: Path) -> dict[str, Any]:
         method = {"qlora": {"quantize": "nf4"}}.get(self.method, {})
-        lora = {} if self.method == "full" else {"lora": {"rank": 16, "alpha": 32}}
+        lora = {} if self.method == "full" else {"lora": {"rank": RANK, "alpha": 2 * RANK}}
         data = {"sft": {"template": "alpaca", "group_by_length": True}, "clm": {"documents": "line"},
                 "mlm": {"documents": "line"}, "qa": {"stride": 128, "group_by_length": True},
                 "preference": {"template": "alpaca", "group_by_length": True}, "grpo": {"template": "alpaca"},
@@ -148,8 +149,13 @@ class Work:
                 "cache_dir": str(folder / "cache"), **data}},
         }
 
-    def _write_rows(self, folder: Path, fields: dict[str, Any]) -> None:
-        """Write all rows as our data module encodes them, and a check batch of the first ones."""
+    def write_rows(self, folder: Path, fields: dict[str, Any]) -> None:
+        """Write rows.jsonl, all rows as our data module encodes them, and check.json, a batch of the first ones.
+
+        Args:
+            folder: Contains model/ with the tokenizer.
+            fields: Data fields of the recipe.
+        """
         import importlib
 
         data_class = getattr(importlib.import_module(f"lmmods.data.{self.task}"), TASKS[self.task][1])

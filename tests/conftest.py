@@ -33,7 +33,7 @@ TEXTS = ["Below is an instruction that describes a task. Write a response.", "##
          "### Response:\n3", "the quick brown fox jumps over the lazy dog", "0123456789 , . ! ? : ; ' \" ( )"]
 
 
-LONG = {"benchmarks/test_bench.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
+LONG = {"benchmarks/test_bench.py", "benchmarks/test_gpu.py", "faults/test_mutations.py", "jax_engine/test_parallel.py",
         "jax_engine/test_trainer.py", "engines/test_engines_agree.py", "commands/test_recipes_agree.py",
         "runs/test_resume.py", "commands/test_startup.py"}
 STATM = Path("/proc/self/statm")

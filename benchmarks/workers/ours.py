@@ -12,7 +12,8 @@ def pace_torch(settings: dict) -> None:
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
 
-    rounds, check, is_grpo = Rounds(settings), read_check(settings["folder"]), settings.get("task") == "grpo"
+    is_gpu, check, is_grpo = torch.cuda.is_available(), read_check(settings["folder"]), settings.get("task") == "grpo"
+    rounds = Rounds(settings, peak=(lambda: torch.cuda.max_memory_allocated() / 2**30) if is_gpu else None)
     token_counts = watch_rollouts(rounds) if is_grpo else []
     on_start, on_step_end = RunEvents.on_train_start, RunEvents.on_train_batch_end
 
@@ -24,19 +25,22 @@ def pace_torch(settings: dict) -> None:
             rounds.record_loss(nats_per_token(TorchPolicy(module), check))
             on_start(self, trainer, module)
             return
-        batch = {name: torch.tensor(value) for name, value in check.items()}
+        batch = {name: torch.tensor(value, device=module.device) for name, value in check.items()}
         with trainer.precision_plugin.forward_context():
             sums = module(module.batch_loss, module.complete(batch))
         total, weight = sums.total, sums.weight
         if "logps/chosen" in getattr(module, "metric_names", ()):  # the loss itself is log 2 at any start
             total, weight = sums.metrics[module.metric_names.index("logps/chosen")]
         rounds.record_loss(abs(total.item()) / weight.item())
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats()
         on_start(self, trainer, module)
 
     def on_train_batch_end(self, trainer, module, outputs, batches, batch_idx):  # noqa: ANN001, ANN202
         on_step_end(self, trainer, module, outputs, batches, batch_idx)
-        rounds.record_step(token_counts.pop() if is_grpo else
-                           sum(int(batch["attention_mask"].sum()) for batch in batches))
+        if is_gpu and rounds.is_last_step:
+            torch.cuda.synchronize()
+        rounds.record_step(token_counts.pop() if is_grpo else sum(batch["attention_mask"].sum() for batch in batches))
 
     RunEvents.on_train_start, RunEvents.on_train_batch_end = on_train_start, on_train_batch_end
 
@@ -107,7 +111,9 @@ def pace_jax(settings: dict) -> None:
 
     from jax_engine.trainer import Loop
 
-    rounds, check, is_grpo = Rounds(settings), read_check(settings["folder"]), settings.get("task") == "grpo"
+    device, check, is_grpo = jax.local_devices()[0], read_check(settings["folder"]), settings.get("task") == "grpo"
+    rounds = Rounds(settings, peak=None if device.platform == "cpu" else
+                    lambda: device.memory_stats()["peak_bytes_in_use"] / 2**30)
     token_counts = watch_rollouts(rounds) if is_grpo else []
     original_train, train_step = Loop.train, Loop.train_step
 

@@ -5,6 +5,7 @@ Writes {folder}/{engine}.json, described in `Watch`.
 
 import json
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rounds import read_settings
+from step_time import WINDOW, Span, divide
 
 FIRST, MEASURED, PROFILED = "warm-up", "measured", "profiled"
 
@@ -20,17 +22,18 @@ class Watch:
     """Three phases of optimiser steps: warm-up, measured and profiled; then it writes the report and exits.
 
     The report has `cpu` and `wall`, seconds of the measured steps; their `tokens`, `scored` (labelled) tokens and
-    `pairs` of positions within rows; `parts`, microseconds of the profiled steps by part; and `traced`, their seconds.
-    On torch it also has `products`, the shapes of the matrix products, the result of `count_sizes`, and `bfloat16`.
+    `pairs` of positions within rows; `traced`, seconds of the profiled steps; and the result of `divide` for them. On
+    torch it also has `products`, the shapes of the matrix products, the result of `count_sizes`, and `bfloat16`.
 
     Args:
         settings: `folder`, `engine`, and the number of steps per phase: `warm_up`, `steps`, `traced` (0 for none).
         begin: Function that starts the profiler.
         end: Function that stops the profiler and returns its results.
+        make_range: Class of the profiler's ranges, which takes a name.
     """
 
-    def __init__(self, settings: dict[str, Any], begin: Any, end: Any) -> None:
-        self._settings, self._begin, self._end = settings, begin, end
+    def __init__(self, settings: dict[str, Any], begin: Any, end: Any, make_range: Any) -> None:
+        self._settings, self._begin, self._end, self._make_range = settings, begin, end, make_range
         self._phase, self._steps_left = FIRST, settings["warm_up"]
         self.report: dict[str, Any] = {"tokens": 0, "scored": 0, "pairs": 0}
 
@@ -39,9 +42,9 @@ class Watch:
         """True if the next step ends a phase, so that the caller must wait for work on the device."""
         return self._steps_left == 1
 
-    def record_step(self, batch: Any) -> None:
-        """Record an optimiser step on a batch of host arrays."""
-        if self._phase == MEASURED:
+    def record_step(self, batches: list[Any]) -> None:
+        """Record an optimiser step on micro-batches."""
+        for batch in batches if self._phase == MEASURED else []:
             rows = batch["attention_mask"].reshape(-1, batch["attention_mask"].shape[-1])
             lengths = rows.sum(-1).tolist()
             labels = batch.get("labels")
@@ -61,8 +64,11 @@ class Watch:
             if not self._steps_left:
                 self._write()
             self._begin()
+            self._window = self._make_range(WINDOW)
+            self._window.__enter__()
         else:
             traced = time.perf_counter() - self._wall
+            self._window.__exit__(None, None, None)
             self.report |= {"traced": traced, **self._end()}
             self._write()
         self._cpu, self._wall = time.process_time(), time.perf_counter()
@@ -75,41 +81,37 @@ class Watch:
 
 # torch ----------------------------------------------------------------------------------------------------------------
 
-# Operations whose time, with everything that they call, belongs to one part. Not `Optimizer.step`, in which Lightning
-# computes the loss and its gradient.
-PART_BY_NAME = {"enumerate(DataLoader)": "data", "_fused_adam": "optimiser", "norm of the gradient": "optimiser",
-                "_ChunkedSums": "head and loss", "cross_entropy": "head and loss", "log_softmax": "head and loss",
-                "dequantize": "dequantisation", "scaled_dot_product": "attention", "_Attention": "attention"}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::linear", "aten::matmul")
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_"}
+DEVICE_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
+HOST_EVENTS = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+OPERATOR = re.compile(r"(?!autograd|torch::autograd)\w+::")  # its time is not Python's
 
 
 def watch_torch(settings: dict[str, Any]) -> None:
     """Profile Lightning's loop with torch's profiler."""
     import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import profile, record_function
 
     from lmmods.torch_engine.callbacks.run_events import RunEvents
-    from lmmods.torch_engine.tasks.base import TaskModule
 
-    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    profiler, trace = profile(record_shapes=True), Path(settings["folder"]) / "torch_trace.json"
 
     def end() -> dict[str, Any]:
         profiler.__exit__(None, None, None)
-        return sum_parts(profiler.events())
+        profiler.export_chrome_trace(str(trace))
+        return read_torch_trace(trace, settings["vocab_size"], settings["rank"])
 
-    watch = Watch(settings, profiler.__enter__, end)
-    on_train_batch_end, clip = RunEvents.on_train_batch_end, TaskModule.on_before_optimizer_step
+    watch = Watch(settings, profiler.__enter__, end, record_function)
+    on_train_batch_end = RunEvents.on_train_batch_end
 
     def on_step_end(self, trainer, module, outputs, batches, batch_idx):  # noqa: ANN001, ANN202
         on_train_batch_end(self, trainer, module, outputs, batches, batch_idx)
         watch.report |= {**count_sizes(module.model), "bfloat16": trainer.precision.startswith("bf16")}
-        watch.record_step(batches[0])
+        if watch.is_last_step and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        watch.record_step(batches)
 
-    def timed_clip(self, *args, **kwargs):  # noqa: ANN001, ANN002, ANN003, ANN202
-        with record_function("norm of the gradient"):
-            clip(self, *args, **kwargs)
-
-    RunEvents.on_train_batch_end, TaskModule.on_before_optimizer_step = on_step_end, timed_clip
+    RunEvents.on_train_batch_end = on_step_end
     torch.manual_seed(0)
 
 
@@ -128,33 +130,47 @@ def count_sizes(model: Any) -> dict[str, Any]:
             "layers": config.num_hidden_layers, "features": config.hidden_size}
 
 
-def sum_parts(events: Any) -> dict[str, Any]:
-    """Return the microseconds by part, and the number of matrix products by shape: rows, inner and columns."""
-    parts: dict[str, float] = defaultdict(float)
-    products: dict[str, int] = defaultdict(int)
-    for event in events:
-        if event.name.startswith("ProfilerStep"):
-            continue
-        parts[find_part(event)] += event.self_cpu_time_total
-        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            left, right = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+def read_torch_trace(path: Path, vocab_size: int, rank: int | None) -> dict[str, Any]:
+    """Return the result of `divide`, and the number of matrix products by shape: rows, inner and columns.
+
+    On a GPU, time is the device's: a kernel has the callers of the call that launched it. On a CPU, it is the time of
+    the operators of the thread that trains.
+
+    Args:
+        path: File of `export_chrome_trace`.
+        vocab_size: Dimension by which the products of the output head are recognised.
+        rank: Dimension of the adapters' products; None without adapters.
+    """
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    window = next(event for event in events if event["name"] == WINDOW and event["cat"] == "user_annotation")
+    origins: dict[int, str] = {}  # by number of a launch
+    spans, products, thread = [], defaultdict(int), None
+    callers: list[tuple[float, str]] = []  # end and origin
+    host_events = [event for event in events if event["cat"] in HOST_EVENTS and event is not window]
+    for event in sorted(host_events, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
+        name, arguments, end = event["name"], event.get("args", {}), event["ts"] + event["dur"]
+        if event["tid"] != thread:
+            thread, callers = event["tid"], []
+        while callers and callers[-1][0] <= event["ts"]:
+            callers.pop()
+        origin = f"{callers[-1][1]} > {name}" if callers else name
+        if name in PRODUCTS:
+            left, right = [shape for shape in arguments["Input Dims"] if len(shape) == 2][-2:]
             products[f"{left[0]} {left[1]} {right[1]}"] += 1
-    return {"parts": parts, "products": products}
-
-
-def find_part(event: Any) -> str:
-    """Return the part of the step that an operation belongs to, by its name and its callers' names."""
-    names = []
-    while event is not None:
-        names.append(event.name)
-        event = event.cpu_parent
-    for name in reversed(names):
-        for pattern, part in PART_BY_NAME.items():
-            if pattern in name:
-                return part
-    if any(name in PRODUCTS for name in names):
-        return "products"
-    return "norms, activations and the rest" if names[0].startswith("aten::") else "Python and other"
+            dims = {*left, *right}
+            origin += " [vocabulary]" if vocab_size in dims else " [rank]" if rank in dims else " [product]"
+        callers.append((end, origin))
+        if event["cat"] != "cpu_op":
+            origins[arguments.get("correlation")] = origin
+        elif thread == window["tid"] and OPERATOR.match(name):
+            spans.append(Span(thread, event["ts"] / 1e6, end / 1e6, origin, name))
+    kernels = [event for event in events if event["cat"] in DEVICE_EVENTS]
+    if kernels:
+        spans = [Span(event["tid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6,
+                      f"{origins.get(event['args'].get('correlation'), '')} > {event['name']}", event["name"])
+                 for event in kernels]
+    start = window["ts"] / 1e6
+    return {**divide(spans, start, start + window["dur"] / 1e6), "products": products}
 
 
 # JAX ------------------------------------------------------------------------------------------------------------------
@@ -174,13 +190,12 @@ def watch_jax(settings: dict[str, Any]) -> None:
         jax.profiler.start_trace(str(folder), profiler_options=options)
 
     def end() -> dict[str, Any]:
-        from xla_trace import sum_parts as sum_trace_parts
+        from xla_trace import read_jax_trace
 
         jax.profiler.stop_trace()
-        model = json.loads((Path(settings["folder"]) / "model" / "config.json").read_text())
-        return {"parts": sum_trace_parts(folder, Path(settings["folder"]) / "hlo", model["vocab_size"])}
+        return read_jax_trace(folder, Path(settings["folder"]) / "hlo", settings["vocab_size"], settings["rank"])
 
-    watch = Watch(settings, begin, end)
+    watch = Watch(settings, begin, end, jax.profiler.TraceAnnotation)
     train_step = Loop.train_step
 
     def watched_train_step(self, batches, num_batches):  # noqa: ANN001, ANN202
@@ -188,8 +203,7 @@ def watch_jax(settings: dict[str, Any]) -> None:
         train_step(self, iter(batches), num_batches)
         if watch.is_last_step:
             jax.block_until_ready(self.run.state)
-        for batch in batches:
-            watch.record_step(batch.host)
+        watch.record_step([batch.host for batch in batches])
 
     Loop.train_step = watched_train_step
 
@@ -199,8 +213,11 @@ def main() -> None:
     sys.path.insert(0, settings["root"])
     folder, engine = Path(settings["folder"]), settings["engine"]
     if engine == "jax":  # set it before JAX is first used
-        dump = f"--xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {dump}"
+        # On GPUs, operations in command buffers would be traced without their names.
+        flags = f"--xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text --xla_gpu_enable_command_buffer="
+        # Programs from a cache are not written there, and need their source.
+        os.environ |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}", "JAX_ENABLE_COMPILATION_CACHE": "0",
+                       "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10"}
     from lmmods.cli import main as run
 
     {"torch": watch_torch, "jax": watch_jax}[engine](settings)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -21,13 +22,15 @@ class Rounds:
         settings: Settings: `warm_up`, steps before the first report; `steps` per round; `launched`, when the driver
             started this process, in seconds of the monotonic clock.
         stride: Number of steps per call of `record_step`; `warm_up` and `steps` are multiples of it.
+        peak: Function that returns the peak memory in GiB, by default that of the process and its children.
     """
 
-    def __init__(self, settings: dict, stride: int = 1):
+    def __init__(self, settings: dict, stride: int = 1, peak: Callable[[], float] | None = None):
         if settings["warm_up"] % stride or settings["steps"] % stride:
             raise ValueError(f"{settings['warm_up']} and {settings['steps']} steps are not multiples of {stride}")
         self._steps_left, self._steps, self._stride = settings["warm_up"], settings["steps"], stride
         self._tokens, self._launched, self._libraries = 0, settings["launched"], _peak()
+        self._peak = peak or _peak
         self._spent: dict[str, float] = {}
         self._reports = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print must not reach the driver
@@ -46,7 +49,10 @@ class Rounds:
         self._spent[part] = self._spent.get(part, 0.0) + seconds
 
     def record_step(self, tokens: int) -> None:
-        """Record `stride` optimiser steps with this total number of real tokens."""
+        """Record `stride` optimiser steps with this total number of real tokens.
+
+        The number may be a tensor on a GPU, which is read at the end of the round.
+        """
         self._tokens += tokens
         self._steps_left -= self._stride
         if self._steps_left == 0:
@@ -64,9 +70,9 @@ class Rounds:
 
     def _report(self) -> None:
         cpu, wall = _cpu() - self._cpu, time.perf_counter() - self._wall
-        print(json.dumps({"tokens": self._tokens, "cpu": cpu, "wall": wall, "peak": _peak(), "loss": self._loss,
-                          "libraries": self._libraries, "ready": self._ready, "spent": self._spent}),
-              file=self._reports, flush=True)
+        print(json.dumps({"tokens": int(self._tokens), "cpu": cpu, "wall": wall, "peak": self._peak(),
+                          "loss": self._loss, "libraries": self._libraries, "ready": self._ready,
+                          "spent": self._spent}), file=self._reports, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # exits from within a library's loop
 

@@ -1,7 +1,8 @@
 """Peers on torch: transformers' Trainer, TRL's trainers, a loop like qlora.py's, and a bare loop.
 
-Each runs with its defaults, or tuned for a CPU: then the driver sends `tuned`, arguments for the trainer's
-configuration, or `group_by_length` and `gradient_checkpointing` for the loop.
+Each runs with its defaults, or tuned for a device: then the driver sends `tuned`, arguments for the trainer's
+configuration, or `group_by_length` and `gradient_checkpointing` for the loop. The device is the GPU if the driver sends
+`device: cuda`.
 """
 
 import time
@@ -37,34 +38,49 @@ LABEL_COLLATORS = {"sequence_classification": DataCollatorWithPadding,
 
 
 def load_model(settings: dict) -> torch.nn.Module:
-    """Load the model on the CPU; for QLoRA in nf4 with double quantisation.
+    """Load the model on the device; for QLoRA in nf4 with double quantisation.
 
     With bfloat16, a tuned peer also stores the weights that are not quantised in it, and so the residual stream.
     """
     dtype = torch.bfloat16 if settings["bf16"] else torch.float32
     stored = dtype if settings["tuned"] else torch.float32
-    quantised = {"quantization_config": BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype),
-        "device_map": {"": "cpu"}} if settings["method"] == "qlora" else {}
-    return MODELS[settings["task"]].from_pretrained(f"{settings['folder']}/model", dtype=stored, **quantised)
+    device = settings.get("device", "cpu")
+    options = {"device_map": {"": device}} if settings["method"] == "qlora" or device != "cpu" else {}
+    if settings["method"] == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return MODELS[settings["task"]].from_pretrained(f"{settings['folder']}/model", dtype=stored, **options)
 
 
 def make_lora(settings: dict):  # noqa: ANN201
+    """Return the adapter's configuration; None for full fine-tuning."""
     from peft import LoraConfig
 
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    rank = settings.get("rank", 16)
+    return None if settings["method"] == "full" else LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make_rounds(settings: dict) -> Rounds:
+    """Return the counter, with the GPU's peak memory if there is a GPU."""
+    is_gpu = settings.get("device") == "cuda"
+    return Rounds(settings, peak=(lambda: torch.cuda.max_memory_allocated() / 2**30) if is_gpu else None)
 
 
 def record_start(rounds: Rounds, model: torch.nn.Module, settings: dict) -> None:
     """Record the model's own loss of the check batch, in training mode (dropout is 0)."""
     rounds.record_ready()
-    batch = {name: torch.tensor(value) for name, value in read_check(settings["folder"]).items() if name != "index"}
+    device = settings.get("device", "cpu")
+    batch = {name: torch.tensor(value, device=device) for name, value in read_check(settings["folder"]).items()
+             if name != "index"}
     if settings["task"] == "preference":  # the loss is log 2 at any start; use the chosen answers' loss
         batch = {name: batch[name][:, 0] for name in ("input_ids", "attention_mask", "labels")}
         answers_per_token = len(batch["labels"]) / (batch["labels"][:, 1:] >= 0).sum()
-    with torch.autocast("cpu", torch.bfloat16, enabled=settings["bf16"]):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=settings["bf16"]):
         loss = model.train()(**batch).loss
         rounds.record_loss(float(loss / answers_per_token if settings["task"] == "preference" else loss))
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
 
 class ShuffledBatches(Sampler):
@@ -95,6 +111,8 @@ def shuffle_batches(order: list[int], batch_size: int) -> list[int]:
 def make_counting_class(trainer_class: type) -> type:
     """Return a trainer class that counts the real tokens of a step, shuffles grouped batches, and logs nothing."""
     class CountingTrainer(trainer_class):
+        tokens = 0
+
         def _get_train_sampler(self, *args):  # noqa: ANN002, ANN202
             rows = super()._get_train_sampler(*args)
             is_grouped = self.args.train_sampling_strategy == "group_by_length"
@@ -102,7 +120,7 @@ def make_counting_class(trainer_class: type) -> type:
 
         def training_step(self, model, inputs, *args):  # noqa: ANN001, ANN002, ANN202
             is_packed = "attention_mask" not in inputs  # packed rows have no padding
-            self.tokens = inputs["input_ids"].numel() if is_packed else int(inputs["attention_mask"].sum())
+            self.tokens += inputs["input_ids"].numel() if is_packed else inputs["attention_mask"].sum()
             return super().training_step(model, inputs, *args)
 
         def log(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
@@ -116,7 +134,10 @@ def make_callback(rounds: Rounds, holder: dict):  # noqa: ANN201
 
     class Pacer(TrainerCallback):
         def on_step_end(self, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+            if rounds.is_last_step and torch.cuda.is_available():
+                torch.cuda.synchronize()
             rounds.record_step(holder["trainer"].tokens)
+            holder["trainer"].tokens = 0
 
     return Pacer()
 
@@ -125,8 +146,8 @@ def trainer_arguments(settings: dict) -> dict:
     """Return the scripts' settings and those of `tuned`, changed only so that they write no files and do not stop."""
     return {"output_dir": f"{settings['folder']}/peer", "per_device_train_batch_size": settings["batch_size"],
             "per_device_eval_batch_size": settings["batch_size"], "learning_rate": 1e-4, "max_steps": 100_000,
-            "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": settings["bf16"], "disable_tqdm": True,
-            **settings["tuned"]}
+            "report_to": [], "save_strategy": "no", "use_cpu": settings.get("device", "cpu") == "cpu",
+            "bf16": settings["bf16"], "disable_tqdm": True, **settings["tuned"]}
 
 
 def run_trainer(settings: dict, rounds: Rounds) -> None:
@@ -204,11 +225,11 @@ def run_sft(settings: dict, rounds: Rounds, model: torch.nn.Module, tokenizer, *
     from trl import SFTConfig, SFTTrainer
 
     holder: dict = {}
-    data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row["labels"]}
+    data = Dataset.from_list([{"input_ids": row["input_ids"], "labels": row.get("labels", row["input_ids"])}
                               for row in read_rows(settings["folder"])])
     holder["trainer"] = trainer = make_counting_class(SFTTrainer)(
-        model=model, args=SFTConfig(**trainer_arguments(settings)), train_dataset=data, processing_class=tokenizer,
-        callbacks=[make_callback(rounds, holder)], **adapter)
+        model=model, args=SFTConfig(**{"max_length": settings["length"], **trainer_arguments(settings)}),
+        train_dataset=data, processing_class=tokenizer, callbacks=[make_callback(rounds, holder)], **adapter)
     record_start(rounds, trainer.model, settings)
     trainer.train()
 
@@ -268,9 +289,8 @@ def run_grpo(settings: dict, rounds: Rounds) -> None:
         _calculate_rewards = time_calls(GRPOTrainer._calculate_rewards, "rewards")
 
     holder: dict = {}
-    adapter = {"peft_config": make_lora(settings)} if settings["method"] != "full" else {}
     holder["trainer"] = trainer = TimedTrainer(
-        model=load_model(settings), reward_funcs=vowels, **adapter,
+        model=load_model(settings), reward_funcs=vowels, peft_config=make_lora(settings),
         args=GRPOConfig(**trainer_arguments(settings), num_generations=settings["num_answers"],
                         max_completion_length=settings["answer_length"]),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
@@ -334,4 +354,4 @@ if __name__ == "__main__":
     settings = read_settings()
     trl = {"preference": run_dpo, "grpo": run_grpo}.get(settings["task"], run_trl)
     runs = {"trainer": run_trainer, "trl": trl, "loop": run_loop}
-    runs[settings["peer"]](settings, Rounds(settings))
+    runs[settings["peer"]](settings, make_rounds(settings))

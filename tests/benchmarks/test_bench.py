@@ -22,7 +22,7 @@ def programs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     # pytest may have imported other modules with these names
     for name in ("data", "work", "pair", "table", "plans", "startup", "roofline", "rounds", "profiled", "xla_trace",
-                 "predicting", "tricks"):
+                 "step_time", "predicting", "tricks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -269,50 +269,3 @@ def test_roofline_flops_equal_the_models_flops(tied):
     assert flops(report, sizes, causal=True) == 7 * training_flops(model)
     # Queries and keys [10, 32] of each layer, multiplied once forward and twice backward, as are weights and values.
     assert flops(report | {"pairs": 100}, sizes, False) - flops(report, sizes, False) == 2 * 2 * 3 * 2 * 10 * 10 * 32
-
-
-PROGRAM = """HloModule jit__fun
-
-FileNames
-1 "/x/jax_engine/models/linear.py"
-2 "/x/jax_engine/distributed/loss.py"
-3 "/x/jax_engine/models/attention.py"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=5}
-2 {file_name_id=2 function_name_id=1 line=5}
-3 {file_name_id=3 function_name_id=1 line=5}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=3}
-4 {file_location_id=1 parent_frame_id=2}
-
-%fused (a: f32[4,8], b: f32[50,8]) -> f32[4,50] {
-  %a = f32[4,8]{1,0} parameter(0)
-  %b = f32[50,8]{1,0} parameter(1)
-  ROOT %dot.1 = f32[4,50]{1,0} dot(%a, %b), metadata={stack_frame_id=1}
-}
-
-ENTRY %main (x: f32[4,8], w: f32[8,8]) -> f32[4,8] {
-  %x = f32[4,8]{1,0} parameter(0)
-  %w = f32[8,8]{1,0} parameter(1)
-  %layer = f32[4,8]{1,0} dot(%x, %w), metadata={stack_frame_id=1}
-  %scores = f32[2,4,4]{2,1,0} dot(%x, %x), lhs_batch_dims={0}, rhs_batch_dims={0}
-  %softmax = f32[4,8]{1,0} exponential(%layer), metadata={stack_frame_id=3}
-  %logits = f32[4,50]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused, metadata={stack_frame_id=1}
-  %chunk = f32[4,8]{1,0} multiply(%layer, %x), metadata={stack_frame_id=4}
-  ROOT %sum = f32[4,8]{1,0} add(%layer, %x)
-}
-"""
-
-
-def test_xla_operations_are_mapped_to_parts_of_the_step(tmp_path):
-    from xla_trace import map_parts, read_program
-
-    (tmp_path / "program.txt").write_text(PROGRAM)
-    parts = map_parts(read_program(tmp_path / "program.txt"), "50")
-    assert {name: parts[name] for name in ("layer", "scores", "softmax", "logits", "chunk", "sum")} == {
-        "layer": "products", "scores": "attention", "softmax": "attention", "logits": "head and loss",
-        "chunk": "head and loss", "sum": "norms, activations and the rest"}
