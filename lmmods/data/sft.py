@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from lmmods.core import fingerprints
 from lmmods.core.console import warn
 from lmmods.core.errors import UserError
 from lmmods.data.base import DataModule
@@ -32,6 +33,9 @@ from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.recipe.tasks.sft import SFTDataFields, TrainOn
+
+if TYPE_CHECKING:
+    from lmmods.data.encode.images import ImageProcessor
 
 NO_ROOM = "no_room"  # a warning that has been given
 
@@ -83,8 +87,7 @@ class ConversationCodec(Codec):
                             "data.eos_token")
         text = TextEncoder(tokenizer)
         name = find_format(layout).template or self._template_name()
-        renderer = (ChatTemplateRenderer(tokenizer, text, tokenizer.eos_token, settings.chat_template_kwargs)
-                    if name == "tokenizer" else
+        renderer = (self.chat_renderer(text) if name == "tokenizer" else
                     TemplateRenderer(name, text, tokenizer.eos_token, tokenizer.bos_token))
         on_overflow = settings.on_overflow or ("truncate_turns" if name == "tokenizer" else "truncate_prompt")
         # The encoder itself leaves space for one token after a prompt.
@@ -92,7 +95,16 @@ class ConversationCodec(Codec):
         limits = Limits(longest, settings.source_max_length, settings.target_max_length, on_overflow)
         choices = Choices(self.train_on, self.turns, settings.reasoning, settings.system_prompt,
                           settings.replace_system_prompt)
-        return SFTEncoder(layout, renderer, text, limits, choices, settings.roles, settings.turn_fields, prompts_only)
+        return self.encoder_of(layout, renderer, text, limits, choices, settings.roles, settings.turn_fields,
+                               prompts_only)
+
+    def chat_renderer(self, text: TextEncoder) -> ChatTemplateRenderer:
+        """Return the renderer of the tokenizer's chat template."""
+        return ChatTemplateRenderer(self.tokenizer, text, self.tokenizer.eos_token, self.settings.chat_template_kwargs)
+
+    def encoder_of(self, *arguments: Any) -> SFTEncoder:
+        """Return the encoder of conversations with these arguments."""
+        return SFTEncoder(*arguments)
 
     def prompt_encoder(self, layout: str) -> SFTEncoder:
         """Return the encoder of conversations in the form of a layout's training rows, up to the response."""
@@ -273,6 +285,41 @@ class SFTData(SFTDataFields, ConversationData):
     """Conversations for supervised fine-tuning."""
 
     codec_class = SFTCodec
+    _images: "ImageProcessor | None" = None
+
+    def connect(self, *, image_model: tuple[str, str] | None = None, **settings: Any) -> None:
+        """See `DataModule`.
+
+        Args:
+            image_model: Path and type of a model that trains on images.
+
+        Raises:
+            UserError: The model has no processor, or one without an option of the recipe.
+        """
+        super().connect(**settings)
+        if image_model is None:
+            return
+        from lmmods.data.encode.images import ImageProcessor
+
+        path, model_type = image_model
+        self._images = ImageProcessor(path, model_type, settings.get("revision"), settings["trust_remote_code"],
+                                      self.image_options, self.max_image_pixels)
+        self._tokenizer = replace(self._tokenizer, path=self._tokenizer.path or path)
+        if self.template is None and (template := self._images.chat_template) is not None:
+            self._tokenizer = replace(self._tokenizer, chat_template=template)
+
+    def make_codec(self) -> Codec:
+        if self._images is None:
+            return super().make_codec()
+        from lmmods.data.images import ImageCodec
+
+        return ImageCodec(cast(SFTSettings, self), self.tokenizer, self._model, self._images)
+
+    def identity(self) -> dict[str, Any]:
+        if self._images is None:
+            return super().identity()
+        state = json.dumps(self._images.state(), sort_keys=True, default=str)
+        return {**super().identity(), "images": fingerprints.combine_fingerprints([state])}
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:
