@@ -120,6 +120,10 @@ def save_vision_model(family: str, folder: Path) -> Any:
         config["video_token_index"] = tokenizer.convert_tokens_to_ids("<video>")
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family](**config))
+    with torch.no_grad():
+        for param in model.parameters():
+            if not param.any():  # Gemma's projection, without which images would not matter
+                param.normal_(0, 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = {"processor_class": fields["processor"], **fields.get("arguments", {})}
