@@ -231,6 +231,21 @@ def test_bytes_and_data_urls_give_the_pixels_of_the_file(gemma, tmp_path):
         assert np.array_equal(item["image_inputs"]["pixel_values"], first["image_inputs"]["pixel_values"])
 
 
+def test_image_columns_of_the_hub(gemma, tmp_path, monkeypatch):
+    import datasets
+
+    features = datasets.Features({
+        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        "images": datasets.List(datasets.Image())})
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "b"}],
+             "images": [picture(0, *SIZES[0])]}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows, features))
+    local = write_rows(tmp_path / "rows", [{"messages": turns([part(0), text("What?")], "b")}])
+    first, second = [load(gemma, [local, "someone/pictures"], tmp_path).items("train")[index] for index in (0, 1)]
+    assert second["input_ids"].tolist() == first["input_ids"].tolist()
+    assert np.array_equal(second["image_inputs"]["pixel_values"], first["image_inputs"]["pixel_values"])
+
+
 # ---- rows that cannot be used ----
 
 def test_unusable_images_are_counted(gemma, tmp_path):

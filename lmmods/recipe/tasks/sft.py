@@ -49,12 +49,12 @@ class SFTFields(TokenLossFields, CausalFields):
 
     def _check_images(self) -> None:
         """Set what depends on `images`. Raises UserError: another key cannot be combined with it."""
-        for key, value, needed in (
-                ("teacher", self.teacher, None), ("best_of", self.best_of, None), ("compile", self.compile, False),
-                ("neftune_alpha", self.neftune_alpha, None), ("max_memory", self.max_memory, None),
-                ("gradient_checkpointing", self.gradient_checkpointing == "offload", False)):
-            require(value in (None, False), f"model.{key}", value, f"{str(needed).lower().replace('none', 'null')} "
-                    "with model.images", "model.images")
+        for key in ("teacher", "best_of", "compile", "neftune_alpha", "max_memory"):
+            value = getattr(self, key)
+            require(not value, f"model.{key}", value, f"{'false' if value is True else 'null'} with model.images",
+                    "model.images")
+        require(self.gradient_checkpointing != "offload", "model.gradient_checkpointing", "offload",
+                "true or false with model.images", "model.images")
         require(not self.lora or not self.lora.is_principal, "model.lora.init", "pissa", "default with model.images",
                 "model.images")
         require(not isinstance(self.config, dict), "model.config", self.config, "a folder or hub id with model.images, "
