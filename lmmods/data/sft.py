@@ -321,8 +321,9 @@ class ImageCodec(SFTCodec):
 
     def regroup(self, records: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         for record in super().regroup(records, info):
-            folder = Path(record.file).expanduser().resolve().parent if Path(record.file).is_file() else None
-            yield record if folder is None else record._replace(values={**record.values, FOLDER: str(folder)})
+            path = Path(record.file).expanduser()
+            # Set in any case: a row must not choose its folder.
+            yield record._replace(values={**record.values, FOLDER: str(path.parent) if path.is_file() else None})
 
     def chat_renderer(self, text: TextEncoder) -> ChatTemplateRenderer:
         return ChatTemplateRenderer(self.tokenizer, text, self.tokenizer.eos_token, self.settings.chat_template_kwargs,

@@ -17,7 +17,7 @@ from lmmods.core.image_models import COUNT, IMAGE_FAMILIES
 from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.formats import read_conversation
-from lmmods.data.read.images import IMAGE, decode_image, read_bytes
+from lmmods.data.read.images import FOLDER, IMAGE, decode_image, read_bytes
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.sft import SFTFields
 from tests.vision_models import FAMILIES, picture, save_vision_model
@@ -324,6 +324,18 @@ def test_a_changed_image_is_an_error(gemma, tmp_path):
         data.items("train")[0]
 
 
+def test_a_row_does_not_choose_its_folder(gemma, tmp_path, monkeypatch):
+    """Rows of the hub have no folder, whatever their columns say."""
+    import datasets
+
+    write_rows(tmp_path / "rows", [])
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "b"}], "image": image,
+             FOLDER: str(tmp_path / "rows")} for image in ("0.png", "")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert dropped(load(gemma, "someone/paths", tmp_path)) == {
+        "an image is a path, but the data file is not on this machine": 1}
+
+
 # ---- options ----
 
 def test_options_of_the_image_processor(shared, tmp_path):
@@ -347,6 +359,7 @@ def test_a_model_type_that_is_not_supported(shared):
     ({}, {"streaming": True}, r"data\.streaming is true"),
     ({}, {"on_overflow": "truncate"}, r"data\.on_overflow is truncate"),
     ({"images": False}, {"image_options": {"size": 1}}, r"data\.image_options .* must be null without model\.images"),
+    ({"images": False}, {"max_image_pixels": 10}, r"data\.max_image_pixels is 10, but must be 89478485, its default"),
     ({"compile": True}, {}, r"model\.compile is true, but must be false with model\.images"),
     ({"neftune_alpha": 5.0}, {}, r"model\.neftune_alpha"),
 ])
