@@ -164,7 +164,8 @@ def saved(root) -> dict[str, torch.Tensor]:
     return load_file(RunFolder(root).resolve("last") / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "llava_onevision", "qwen2_5_vl"))])
 def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
     """With the whole model in training, and rows of zero to three images."""
     results = []
@@ -211,7 +212,8 @@ def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
     assert len(vision) > 10 and all(torch.equal(value, base[name]) for name, value in vision.items())
 
 
-@pytest.mark.parametrize(("family", "quantize"), [("idefics3", None), ("gemma3", "nf4")])
+@pytest.mark.parametrize(("family", "quantize"), [
+    ("idefics3", None), pytest.param("gemma3", "nf4", marks=pytest.mark.slow)])
 def test_an_adapter_is_loaded_by_peft_and_merged(arguments, family, quantize, model_folder, tmp_path):
     from peft import PeftModel
 
@@ -260,3 +262,40 @@ def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(a
 def test_the_jax_engine_rejects_images(arguments, tmp_path, capsys):
     assert main(["fit", *arguments(tmp_path / "run"), "--engine", "jax"]) != 0
     assert "model.images is true, but must be false with engine jax" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(arguments, tmp_path):
+    from tests.forks import together
+
+    keys = {"data.val_size": 3, "trainer.limit_val_batches": 1.0}
+    run("fit", *arguments(tmp_path / "one", "qwen3_vl", **keys, **{"trainer.accumulate_grad_batches": 2}))
+    together(["fit", *arguments(tmp_path / "two", "qwen3_vl", **keys, **{
+        "trainer.devices": 2, "trainer.strategy": "ddp"})])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for name, weight in saved(tmp_path / "two").items():
+        torch.testing.assert_close(weight, saved(tmp_path / "one")[name], rtol=1e-4, atol=1e-5)
+    [output] = together(["fit", *arguments(tmp_path / "all", "qwen3_vl", **{
+        "trainer.devices": 2, "trainer.strategy": "ddp", "model.trainable_parameters": [""]})], status=2)
+    assert "on several devices only the language model can" in output
+    [output] = together(["fit", *arguments(tmp_path / "fsdp", "qwen3_vl", **{
+        "trainer.devices": 2, "trainer.strategy": "fsdp"})], status=2)
+    assert "FSDP2 cannot be combined with model.images" in output
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["read", "outlined"])
+def test_only_the_language_model_is_quantised(model_folder, abstract):
+    from lmmods.torch_engine.nn.loading import load_pretrained
+
+    for family in ("gemma3", "qwen3_vl"):
+        model = load_pretrained(AutoModelForImageTextToText, str(model_folder(family)), quantize="nf4", frozen=True,
+                                all_parts=True, abstract=abstract)
+        quantised = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+        assert quantised == {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+                             and is_of_language_model(name) and name != "lm_head"} and len(quantised) == 2 * 7
+
+
+def test_samples_and_text_prompts_work_during_training(arguments, tmp_path):
+    run("fit", *arguments(tmp_path / "run", "gemma3", **{
+        "samples.prompts": ["What is this?"], "samples.every_n_steps": 3, "samples.max_new_tokens": 4}))
+    assert any((tmp_path / "run").rglob("*samples*"))
