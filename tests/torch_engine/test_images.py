@@ -1,13 +1,15 @@
 """Training on images on torch: losses, gradients and generation against transformers' own models, and whole runs."""
 
 import csv
+import inspect
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoModelForImageTextToText, GenerationConfig, pipeline
 
 from lmmods.cli import main
 from lmmods.core.image_models import image_token, is_of_language_model
@@ -21,9 +23,9 @@ from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
-from tests.vision_models import FAMILIES, make_processor, save_vision_model
+from tests.vision_models import FAMILIES, make_processor, picture, save_vision_model
 
-ROWS = [turns([text(f"question {index} "), *images], f"answer {index % 4}") for index, images in enumerate(
+ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
 
 
@@ -61,8 +63,6 @@ def processed(family, tmp_path, conversations, side="right", **options):
 
 
 def accepted(model, inputs):
-    import inspect
-
     return {name: value for name, value in inputs.items() if name in inspect.signature(model.forward).parameters}
 
 
@@ -132,6 +132,28 @@ def test_answers_are_those_of_transformers(family, model_folder, tmp_path):
     assert torch.equal((record.logps[:, 0] - blank.logps[:, 0]).abs() > 1e-4, has_images)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_searches_see_the_images_of_their_rows(family, model_folder, tmp_path):
+    """Beam search is transformers'. Contrastive search among one candidate is greedy."""
+    folder = model_folder(family)
+    data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
+    data.sets["predict"] = data.sets["train"]
+    batch = next(iter(data.predict_dataloader()))
+    model = build(folder, data).eval()
+    ids, mask, further = batch["input_ids"], batch["attention_mask"], model.further_inputs(batch)
+
+    def settings(**options):
+        return GenerationConfig(max_new_tokens=8, pad_token_id=data.tokenizer.pad_token_id, **options)
+
+    with torch.no_grad():
+        greedy = generate(model, ids, mask, settings(do_sample=False), **further)
+        assert torch.equal(generate(model, ids, mask, settings(penalty_alpha=0.5, top_k=1), **further), greedy)
+        beams = generate(model, ids, mask, settings(num_beams=3), **further)
+        expected = AutoModelForImageTextToText.from_pretrained(folder).eval().generate(
+            input_ids=ids, attention_mask=mask, generation_config=settings(num_beams=3), **further)
+    assert torch.equal(beams, expected)
+
+
 # ---- whole runs ----
 
 @pytest.fixture
@@ -192,9 +214,8 @@ def test_a_resumed_run_ends_with_the_same_bits(arguments, tmp_path):
     assert all(torch.equal(value, saved(tmp_path / "whole")[name]) for name, value in saved(tmp_path / "again").items())
 
 
-def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
-    from transformers import pipeline
-
+def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path, monkeypatch):
+    """The code of its card runs, too."""
     root = tmp_path / "run"
     run("fit", *arguments(root, **{"data.image_options": {"max_image_size": {"longest_edge": 16}, "do_resize": True}}))
     model = RunFolder(root).model
@@ -205,6 +226,9 @@ def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
     predictions = [json.loads(line) for line in RunFolder(root).predictions.read_text().splitlines()]
     assert predictions[0]["prediction"] == answer[0]["generated_text"].strip()
     card = (model / "README.md").read_text()
+    monkeypatch.chdir(model)
+    picture(0).save("picture.png")
+    exec(re.search("```python\n(.*?)```", card, re.S)[1], {})
     assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(name)" in card
     vision = {name: value for name, value in load_file(model / "model.safetensors").items()
               if not is_of_language_model(name)}
