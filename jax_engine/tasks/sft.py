@@ -5,6 +5,7 @@ from typing import Any
 from jax_engine.tasks.causal_task import CausalTask
 from jax_engine.tasks.running import Run
 from jax_engine.tasks.sampler import JaxSampler
+from lmmods.core.settings import require
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import make_on_policy
@@ -15,6 +16,7 @@ class SFT(SFTFields, CausalTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(not self.images, "model.images", True, "false with engine jax", "engine")
         self._run: Any = None
 
     def link(self, datamodule: DataModule) -> None:

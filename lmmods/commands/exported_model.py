@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from lmmods.core.adapters import SETTINGS, adapter_config, adapter_weights
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import IMAGES_AUTO_CLASS
 from lmmods.recipe.classes import declared, implementation, tasks_that_write
 from lmmods.recipe.files import read_recipe
 from lmmods.recipe.objects import objects
@@ -39,6 +40,7 @@ class FinishedRun:
     trust_remote_code: bool
     quantize: str | None
     double_quant: bool
+    all_parts: bool = False
 
     @classmethod
     def read(cls, run: str, command: str, tasks: list[str] | None = None) -> "FinishedRun":
@@ -67,7 +69,7 @@ class FinishedRun:
         return cls(folder, task, seed if type(seed) is int else 0, has_adapter, options.get("pretrained"),
                    options.get("config_overrides") or {}, options.get("revision"),
                    bool(options.get("trust_remote_code")), None if is_principal else options.get("quantize"),
-                   bool(options.get("double_quant", True)))
+                   bool(options.get("double_quant", True)), bool(options.get("images")))
 
     @property
     def writes(self) -> bool:
@@ -77,7 +79,7 @@ class FinishedRun:
     @property
     def auto_class(self) -> str:
         """Name of transformers' class that loads the model."""
-        return declared("model")[self.task].auto_class
+        return IMAGES_AUTO_CLASS if self.all_parts else declared("model")[self.task].auto_class
 
     @cached_property
     def network_fields(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class FinishedRun:
         model = load_pretrained(auto_class, **source, trust_remote_code=self.trust_remote_code, quantize=quantize,
                                 double_quant=self.double_quant, precision=precision, frozen=True, seed=self.seed,
                                 device=torch.device(device) if device else None,
-                                adapter=self.folder.model if self.has_adapter else None)
+                                adapter=self.folder.model if self.has_adapter else None, all_parts=self.all_parts)
         tokenizer = self.tokenizer()
         resize_embeddings(model, len(tokenizer))
         if not self.writes:  # a decoder is pooled at the last token that is not padding
@@ -143,8 +145,9 @@ class FinishedRun:
         from lmmods.core.hf_config import load_config
 
         if not self.has_adapter:
-            return load_config(str(self.folder.model), trust_remote_code=self.trust_remote_code)
-        return load_config(self.pretrained, None, self.revision, self.trust_remote_code)
+            return load_config(str(self.folder.model), trust_remote_code=self.trust_remote_code,
+                               all_parts=self.all_parts)
+        return load_config(self.pretrained, None, self.revision, self.trust_remote_code, all_parts=self.all_parts)
 
     def saved_quantization(self) -> str | None:
         """Return the quantisation method of the saved base; None if it loads as plain weights."""

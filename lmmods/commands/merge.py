@@ -15,6 +15,7 @@ from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf
 from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
+from lmmods.core.image_models import PROCESSOR_FILES
 from lmmods.core.markdown import code, escape, fence
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.read.conversation import RowProblem
@@ -130,8 +131,9 @@ def _merge(recipe: FinishedRun, adapter_text: str, out_folder: Path, base: str, 
     temporary = fresh_folder(out_folder.with_name(f".{out_folder.name}"))
     save(merged_model, temporary, adapter_only=False, dtype=None, writes=True)
     reference.tokenizer.save_pretrained(temporary)
-    if (recipe.folder.model / GENERATION_CONFIG).is_file():
-        shutil.copyfile(recipe.folder.model / GENERATION_CONFIG, temporary / GENERATION_CONFIG)
+    for name in (GENERATION_CONFIG, *PROCESSOR_FILES):
+        if (recipe.folder.model / name).is_file():
+            shutil.copyfile(recipe.folder.model / name, temporary / name)
     if has_combined:
         (temporary / "adapter").mkdir()
         for name in (SETTINGS, WEIGHTS):
@@ -255,8 +257,8 @@ def _build_card(recipe: FinishedRun, name: str, adapter_text: str, base: str,
     header = as_yaml({"library_name": "transformers", "pipeline_tag": fields_class.pipeline_tag, **base_model})
     is_chat = is_chat and declared("data")[fields_class.takes].has_chats
     in_padding = ends_in_padding(json.loads(recipe.folder.data_report.read_text(encoding="utf-8")))
-    load = format_loading({"data": read_recipe(recipe.folder.config)["data"]}, None, fields_class.auto_class, is_chat,
-                       in_padding=in_padding)
+    load = format_loading({"data": read_recipe(recipe.folder.config)["data"]}, None, recipe.auto_class, is_chat,
+                          in_padding=in_padding)
     table = fence(_format_distances(distances, base, recipe.writes))
     return (f"---\n{header}---\n\n# {escape(name)}, merged\n\n{adapter_text} merged into "
             f"{code(recipe.pretrained)} ({base} weights).\n\n{table}\n\n"

@@ -96,3 +96,16 @@ def cached_as(name: str) -> tuple[Path, str]:
 
     *owner, last = name.split("/")
     return Path(config.HF_DATASETS_CACHE), "___".join([*owner, camelcase_to_snakecase(last)])
+
+
+def without_parts(processor_class: Any) -> Any:
+    """Return a processor class whose parts may be None, by overriding `check_argument_for_proper_class`.
+
+    As of transformers 5.24, whose processors of images and videos cannot be made without torchvision, which only the
+    part for videos needs.
+    """
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if argument is None else super(cls, self).check_argument_for_proper_class(name, argument)
+
+    cls: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+    return cls

@@ -14,6 +14,8 @@ from lmmods.core.errors import UserError, first_line, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+# Classes of transformers whose models generate text.
+TEXT_WRITERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 # Fields of a configuration that the data modules need.
 FIELDS = ("model_type", "max_position_embeddings", "pad_token_id", "type_vocab_size")
 # Rows of the table of per-layer embeddings (Gemma 4), which tokens index as they do the embedding's.
@@ -23,13 +25,15 @@ COUNT_FROM_PADDING = ("roberta", "camembert", "data2vec-text", "mpnet", "longfor
 
 
 def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None = None, revision: str | None = None,
-                trust_remote_code: bool = False, defaults: dict[str, Any] | None = None) -> Any:
+                trust_remote_code: bool = False, defaults: dict[str, Any] | None = None, all_parts: bool = False
+                ) -> Any:
     """Load the configuration of a model and override fields; for a checkpoint with images or sound, of its text part.
 
     Args:
         source: Folder or hub id of a model or configuration, or `{model_type: llama, hidden_size: 256, ...}`.
         overrides: Fields to override.
         defaults: Fields that a mapping may omit (`vocabulary_fields`).
+        all_parts: Return the configuration of the whole checkpoint.
 
     Raises:
         UserError: There is no such model, the type or a field is unknown, or the type rejects a value.
@@ -38,7 +42,11 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         # A copy, because transformers fills defaults into nested mappings.
         return _new_config(copy.deepcopy({**(defaults or {}), **source, **(overrides or {})}))
     config = _read_config(source, revision, trust_remote_code)
-    config = text_part(config) or config
+    config = config if all_parts else text_part(config) or config
+    for name in overrides or {}:
+        if all_parts and name in config.sub_configs:
+            raise UserError(f"model.config_overrides.{name}: fields of a part of a model cannot be overridden with "
+                            "model.images. Remove it.", "model.config_overrides")
     _check_fields(config, overrides or {}, "model.config_overrides")
     from huggingface_hub.errors import StrictDataclassError
 

@@ -1,6 +1,7 @@
 """Labels of a batch, as written by data modules and read by losses."""
 
 IGNORED = -100  # label of a position that is not a target
+PER_ROW = "per_row/"  # names of columns that belong to rows, whatever their shape, start with this
 
 
 def has_tokens(name: str, ndim: int, is_float: bool, token_axis: int) -> bool:
@@ -12,4 +13,4 @@ def has_tokens(name: str, ndim: int, is_float: bool, token_axis: int) -> bool:
         is_float: True if its values are floats.
         token_axis: The last axis of `input_ids`.
     """
-    return ndim > token_axis and not (name == "labels" and is_float)
+    return ndim > token_axis and not (name == "labels" and is_float) and not name.startswith(PER_ROW)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from lmmods.core.errors import UserError
@@ -252,6 +253,16 @@ class Codec(ABC):
     def inference_prompts(self, rows: RowSet, index: int) -> list[list[int]]:
         """Return the token ids of the prompts that transformers' `apply_chat_template` makes from record `index`."""
         return []
+
+    def model_files(self, find_base_file: Callable[[str], Path | None]) -> dict[str, Any]:
+        """Return the task's own JSON files of an exported model, by name, such as those of an image processor.
+
+        Default: none.
+
+        Args:
+            find_base_file: Returns the path of a file of the model that training started from; None if it has none.
+        """
+        return {}
 
     # From outputs to predictions
 

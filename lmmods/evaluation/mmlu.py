@@ -7,6 +7,7 @@ import numpy as np
 
 from lmmods.core.console import say, warn
 from lmmods.core.errors import UserError
+from lmmods.core.hf_config import TEXT_WRITERS
 from lmmods.core.text_metrics import CHOICE_SCORES, choice_scores
 from lmmods.data.base import DataModule
 from lmmods.data.encode.encoder import TextEncoder
@@ -54,7 +55,7 @@ class MMLUEvaluator(MMLUFields):
         """
         if not self.is_on:
             return
-        if model.auto_class != "AutoModelForCausalLM":
+        if model.auto_class not in TEXT_WRITERS:
             raise UserError(f"mmlu.source: {type(model).__name__} does not predict next tokens, so it cannot answer "
                             "questions. Set mmlu.source to null.")
         # `as_sources` rejects `weight` in keys other than data.source: it applies to training rows only.

@@ -13,7 +13,8 @@ from lmmods.core.console import warn
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.files import read_text
 from lmmods.core.generation_config import GENERATION_CONFIG, exported_generation
-from lmmods.core.hf_config import TEXT_NAMES, parts_left_out
+from lmmods.core.hf_config import TEXT_NAMES, TEXT_WRITERS, parts_left_out
+from lmmods.core.image_models import IMAGES_AUTO_CLASS
 from lmmods.core.markdown import code, escape, fence
 from lmmods.core.redaction import redact, redacted
 from lmmods.data.base import DataModule
@@ -116,6 +117,8 @@ def _front_matter(name: str, recipe: dict, metrics: dict, base: str | None, is_a
 
 def _pipeline_tag(auto_class: str) -> str | None:
     """Return the hub's task name for a transformers class."""
+    if auto_class == IMAGES_AUTO_CLASS:
+        return "image-text-to-text"
     return next(task.pipeline_tag for task in declared("model").values() if task.auto_class == auto_class)
 
 
@@ -173,11 +176,13 @@ def format_loading(recipe: dict, base: str | None, auto_class: str, is_chat: boo
         in_padding: See `ends_in_padding`.
     """
     repo = recipe.get("publish", {}).get("repo")
-    generates = _pipeline_tag(auto_class) == "text-generation"
-    names = [auto_class, "AutoTokenizer", *(["GenerationConfig"] if generates and base is not None else [])]
+    generates, sees_images = auto_class in TEXT_WRITERS, auto_class == IMAGES_AUTO_CLASS
+    names = [auto_class, "AutoProcessor" if sees_images else "AutoTokenizer",
+             *(["GenerationConfig"] if generates and base is not None else [])]
     lines = [f"from transformers import {', '.join(names)}", "",
              f'name = "{repo}"' if repo else 'name = "."  # this folder',
-             "tokenizer = AutoTokenizer.from_pretrained(name)"]
+             *(["processor = AutoProcessor.from_pretrained(name)", "tokenizer = processor.tokenizer"]
+               if sees_images else ["tokenizer = AutoTokenizer.from_pretrained(name)"])]
     if base is None:
         lines.append(f"model = {auto_class}.from_pretrained(name)")
     else:
@@ -199,20 +204,26 @@ def format_loading(recipe: dict, base: str | None, auto_class: str, is_chat: boo
                  "model = PeftModel.from_pretrained(base, name)"]
     if in_padding:
         lines.append("model.config.pad_token_id = None")
-    code_block = fence("\n".join([*lines, *(_prompt_code(recipe, generates) if is_chat else [])]), "python")
+    prompt_code = _prompt_code(recipe, generates, sees_images) if is_chat else []
+    code_block = fence("\n".join([*lines, *prompt_code]), "python")
     return "\n\n".join(["## Load", *([OF_TEXT] if base is not None and has_parts else []), code_block])
 
 
-def _prompt_code(recipe: dict, generates: bool) -> list[str]:
+def _prompt_code(recipe: dict, generates: bool, sees_images: bool = False) -> list[str]:
     """Return code that prompts the model with the system prompt and template variables of the training.
 
     Args:
         generates: True if the model generates the answer, False if it scores one.
+        sees_images: True if turns are lists of parts, texts and images.
     """
     data = recipe.get("data", {}).get("init_args", {})
-    messages = [{"role": "user", "content": "Hello!"}]
+    texts = [("user", "What is this?" if sees_images else "Hello!")]
     if data.get("system_prompt") is not None:
-        messages.insert(0, {"role": "system", "content": data["system_prompt"]})
+        texts.insert(0, ("system", data["system_prompt"]))
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": [{"type": "text", "text": text}] if sees_images else text} for role, text in texts]
+    if sees_images:
+        messages[-1]["content"].insert(0, {"type": "image", "path": "picture.png"})
     arguments = f", **{data['chat_template_kwargs']!r}" if data.get("chat_template_kwargs") else ""
     if not generates:
         messages.append({"role": "assistant", "content": "Hello! How can I help?"})
@@ -220,7 +231,8 @@ def _prompt_code(recipe: dict, generates: bool) -> list[str]:
                 f'answer = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt"{arguments})',
                 "print(model(**answer.to(model.device)).logits.item())  # the score"]
     return ["", f"messages = {messages!r}",
-            "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
+            f"prompt = {'processor' if sees_images else 'tokenizer'}.apply_chat_template(messages, "
+            f"add_generation_prompt=True, {'tokenize=True, ' if sees_images else ''}return_dict=True, "
             f'return_tensors="pt"{arguments})',
             "tokens = model.generate(**prompt.to(model.device))",
             'print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))']
@@ -369,6 +381,10 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     """
     chat_template = data.chat_template
     save_tokenizer(data.tokenizer, chat_template, folder, data.codec.has_token_types)
+    start = task.pretrained or (task.config if isinstance(task.config, str) else None)
+    files = data.codec.model_files(lambda name: find_file(start, name, task.revision) if start else None)
+    for name, content in files.items():
+        write_json(folder / name, content)
     if isinstance(task, CausalFields):
         base = base_generation(task.pretrained, task.revision)
         tokenizer = data.tokenizer
@@ -377,7 +393,8 @@ def complete_model(folder: Path, run: RunFolder, task: TaskFields, auto_class: s
     network = {**(task.overrides or {}), **data.network_fields}
     labels: dict[str, Any] = {key: network[key] for key in ("num_labels", "id2label", "label2id") if key in network}
     card = build_card(run, task.pretrained, task.trains_adapter, auto_class, chat_template is not None, labels,
-                      bool(task.pretrained and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
+                      bool(task.pretrained and not task.all_parts
+                           and parts_left_out(task.pretrained, task.revision, task.trust_remote_code)))
     (folder / "README.md").write_text(card, encoding="utf-8")
     metrics = _read_metrics(run)
     # metrics.json is missing at a checkpoint within a run. Test and benchmark metrics are measured later.

@@ -62,7 +62,7 @@ class TextModel:
                  checkpoint: Path | None = None, frozen: bool = False):
         if precision not in COMPUTE_DTYPES:
             raise UserError(f"--precision {precision}: not supported by engine torch. Use {', '.join(COMPUTE_DTYPES)}.")
-        network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision, device=device,
+        network = build_network(fields, fields.auto_class, "CAUSAL_LM", data, precision=precision, device=device,
                                 seed=seed, frozen=frozen)
         if checkpoint:
             _load(network, load_averages(read_checkpoint(checkpoint, TORCH),

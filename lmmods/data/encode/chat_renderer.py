@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from lmmods.core.errors import UserError
 from lmmods.data.encode.chat_template import BEGIN, END, ChatTemplate, without_marks
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import RenderedRow, Segment, Turns, only_turn, scored_turns
 from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.images import IMAGE, images_of
+
+if TYPE_CHECKING:
+    from lmmods.data.encode.images import ImageProcessor
 
 PROBE = "\U0010fffd"  # an answer that shares no prefix with real ones
 OPENED = re.compile(r"<[^<>]*>")  # a tag that a prompt opens for the answer to close
@@ -48,6 +52,7 @@ class ChatTemplateRenderer:
         encoder: Knows the control tokens.
         eos_token: Terminator for templates that write none and have no token that opens turns.
         template_kwargs: Variables of the template, for example {"enable_thinking": False}; a row may set its own.
+        images: Processor of a model with images, whose templates get turns as lists of parts.
 
     Raises:
         UserError: The chat template is not valid Jinja, or a variable has a reserved name.
@@ -56,7 +61,7 @@ class ChatTemplateRenderer:
     separate_responses = False
 
     def __init__(self, tokenizer, encoder: TextEncoder, eos_token: str,  # noqa: ANN001
-                 template_kwargs: dict[str, Any] | None = None) -> None:
+                 template_kwargs: dict[str, Any] | None = None, images: "ImageProcessor | None" = None) -> None:
         if reserved := RESERVED & (template_kwargs or {}).keys():
             raise UserError(f"data.chat_template_kwargs sets {', '.join(sorted(reserved))}, which each row sets "
                             "itself. Remove it")
@@ -67,7 +72,9 @@ class ChatTemplateRenderer:
                                else ChatTemplate(with_tools, variables))
         self.encoder = encoder
         self.eos_token = eos_token
-        self.template_kwargs = template_kwargs or {}
+        self.template_kwargs, self.images = template_kwargs or {}, images
+        # A processor lets the tokenizer add its begin token to a text without one, unlike a tokenizer's own template.
+        self.begin = tokenizer.bos_token if images and tokenizer("a").input_ids[0] == tokenizer.bos_token_id else None
         self.notes: list[str] = []
         if "strftime_now" in self._template.names:
             self.notes.append("the chat template writes the date: tokens differ from day to day")
@@ -79,7 +86,7 @@ class ChatTemplateRenderer:
             RowProblem: The template rejects the conversation.
         """
         rendered = _Turns(self, conversation)
-        return rendered.segments(rendered.text(len(conversation.messages), True), [])
+        return rendered.segments(rendered.text(len(conversation.messages), True), [], conversation)
 
     def rows(self, conversation: Conversation, turns: Turns) -> list[RenderedRow]:
         """Return rows that contain the assistant's turns, see Renderer.
@@ -179,8 +186,10 @@ class _Turns:
         self._renderer, self._control = renderer, renderer.encoder.control_pattern
         self._template = renderer.template_of(conversation)
         self._conversation = conversation
-        self._chat = ChatText(conversation, self._template, renderer.encoder, renderer.template_kwargs)
+        self._chat = ChatText(conversation, self._template, renderer.encoder, renderer.template_kwargs,
+                              in_parts=renderer.images is not None)
         self.text = self._chat.text
+        self._image_texts: Iterator[str] = iter(())
 
     def all_turns(self, scored: list[int]) -> RenderedRow | None:
         """Return one row of all turns, with those at `scored` as targets; None if inference shows one differently.
@@ -230,7 +239,7 @@ class _Turns:
         unshown += [key for key in ("tools", "documents")
                     if getattr(conversation, key) and key not in self._template.names]
         unlike = sum(not text[: parts[0].start].startswith(self.text(index, True)) for index, parts in turns)
-        return RenderedRow(self.segments(text, spans), conversation, unshown, unlike)
+        return RenderedRow(self.segments(text, spans, conversation), conversation, unshown, unlike)
 
     def _marked_spans(self, scored: list[int], num_turns: int) -> list[list[_Span]] | None:
         """Return the spans that {% generation %} marks in each target turn; None without marks."""
@@ -319,9 +328,23 @@ class _Turns:
         reasoning = self._chat.reasoning[index].strip()
         return ["messages.reasoning_content"] if reasoning not in shown else []
 
-    def segments(self, text: str, turns: list[list[_Span]]) -> list[Segment]:
-        """Split the text into segments; the spans of the n-th turn get response number n."""
+    def segments(self, text: str, turns: list[list[_Span]], conversation: Conversation) -> list[Segment]:
+        """Split the text into segments; the spans of the n-th turn get response number n.
+
+        Args:
+            conversation: The turns in the text.
+
+        Raises:
+            RowProblem: The template or the processor does not render an image.
+        """
         segments, position = [], 0
+        if images := self._renderer.images:
+            texts = images.texts(tuple(picture.size for picture in images_of(conversation.messages)))
+            if sum(match[0] == images.token for match in self._control.finditer(text)) != len(texts):
+                raise RowProblem("the chat template does not render an image")
+            self._image_texts = iter(texts)
+            if self._renderer.begin and not text.startswith(self._renderer.begin):
+                segments.append(Segment(self._renderer.begin, True, -1))
         for index, spans in enumerate(turns):
             for span in spans:
                 segments += self._split(text[position:span.start], -1)
@@ -336,7 +359,9 @@ class _Turns:
         segments = []
         for part in self._renderer.encoder.split_control(text):
             if isinstance(part, int):
-                segments.append(Segment(self._renderer.encoder.control_names[part], True, response))
+                name = self._renderer.encoder.control_names[part]
+                is_image = self._renderer.images is not None and name == self._renderer.images.token
+                segments.append(Segment(next(self._image_texts) if is_image else name, True, response))
             else:
                 # Special tokens that users typed come back, as text.
                 for name, character in self._chat.hidden.items():
@@ -362,16 +387,17 @@ class ChatText:
         template: Template that renders it.
         encoder: Knows the control tokens.
         template_kwargs: Variables of the template; the conversation's own take precedence.
+        in_parts: The template gets the content of a turn as a list of parts, texts and images.
 
     Raises:
         RowProblem: The conversation sets a reserved variable.
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, encoder: TextEncoder,
-                 template_kwargs: dict[str, Any]) -> None:
+                 template_kwargs: dict[str, Any], in_parts: bool = False) -> None:
         if reserved := RESERVED & conversation.template_kwargs.keys():
             raise RowProblem(f"chat_template_kwargs sets {sorted(reserved)[0]}, which the row sets itself")
-        self._template, self._control = template, encoder.control_pattern
+        self._template, self._control, self._in_parts = template, encoder.control_pattern, in_parts
         variables = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools or None,
                      "documents": conversation.documents or None}
         messages = [self._turn(message) for message in conversation.messages]
@@ -384,7 +410,7 @@ class ChatText:
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """Return a turn as passed to the template, with reasoning under the keys that the template reads."""
-        turn = to_template_turn(message)
+        turn = to_template_turn(message, self._in_parts)
         turn.pop("reasoning_content", None)
         if reasoning := message.get("reasoning_content"):
             source = self._template.source
@@ -417,8 +443,8 @@ class ChatText:
 
     def render_answer(self, num_turns: int, answer: str) -> str:
         """Return the first turns and an answer as text."""
-        return without_marks(self._render([*self.messages[:num_turns], {"role": "assistant", "content": answer}],
-                                          False))
+        turn = to_template_turn({"role": "assistant", "content": answer}, self._in_parts)
+        return without_marks(self._render([*self.messages[:num_turns], turn], False))
 
     def _render(self, messages: list[dict[str, Any]], open_response: bool) -> str:
         """Render with arguments of calls as objects, or as JSON for templates that reject objects."""
@@ -435,11 +461,19 @@ class ChatText:
         return text
 
 
-def to_template_turn(message: Message) -> dict[str, Any]:
-    """Convert a turn for `apply_chat_template`, with its input after the instruction."""
-    turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored")}
+def to_template_turn(message: Message, in_parts: bool = False) -> dict[str, Any]:
+    """Convert a turn for `apply_chat_template`, with its input after the instruction.
+
+    Args:
+        in_parts: Convert the content to a list of parts, texts and images; see `images.place_images`.
+    """
+    turn: dict[str, Any] = {key: value for key, value in message.items() if key not in ("input", "scored", "images")}
     if "input" in message:
         turn["content"] += "\n\n" + message["input"]
+    if in_parts:
+        first, *others = [[{"type": "text", "text": text}] if text else [] for text in turn["content"].split(IMAGE)]
+        turn["content"] = first + [part for parts in others for part in ({"type": "image"}, *parts)] or [
+            {"type": "text", "text": ""}]
     return turn
 
 

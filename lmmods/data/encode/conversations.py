@@ -83,6 +83,7 @@ class SFTEncoder:
         choices: Settings of what is rendered and learned.
         prompts_only: Rows may lack a response; encode them only up to where it starts.
         tools: Specifications of the tools of every conversation; rows must not have others.
+        never_targets: Ids that are never targets.
     """
 
     dataset_format: str
@@ -94,6 +95,7 @@ class SFTEncoder:
     turn_fields: dict[str, str] = field(default_factory=dict)
     prompts_only: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
+    never_targets: tuple[int, ...] = ()
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns `input_ids`, `labels`, `weight`, `prompt_length`, `truncated`.
@@ -119,8 +121,7 @@ class SFTEncoder:
         problems: dict[int, str] = {}
         for (index, rendered_row), (ids, response) in zip(rendered, encoded, strict=True):
             try:
-                fitted.append((index, rendered_row.conversation.weight,
-                               *self._apply_limits(rendered_row, ids, response, index, counts)))
+                fitted.append((index, *self._apply_limits(rendered_row, ids, response, index, counts)))
             except RowProblem as problem:
                 problems.setdefault(index, str(problem))
         # A row counts as dropped only if none of its turns is left; the others count as dropped turns.
@@ -130,12 +131,17 @@ class SFTEncoder:
         columns = {
             "input_ids": Ragged.from_lists([ids for _, _, ids, *_ in fitted]),
             "labels": Ragged.from_lists([labels for *_, labels, _, _ in fitted]),
-            "weight": np.array([weight for _, weight, *_ in fitted], np.float32),
+            "weight": np.array([conversation.weight for _, conversation, *_ in fitted], np.float32),
             "prompt_length": np.array([prompt for *_, prompt, _ in fitted], np.int64),
             "truncated": np.array([removed for *_, removed in fitted], np.int64),
+            **self.further_columns([conversation for _, conversation, *_ in fitted]),
         }
         self.count(columns, counts)
         return Encoded(columns, np.array([index for index, *_ in fitted], np.int64), sorted(dropped), counts)
+
+    def further_columns(self, conversations: list[Conversation]) -> dict[str, Any]:
+        """Return columns besides those of tokens, for the conversations of the kept rows. Default: none."""
+        return {}
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         """Read and prepare the conversation of a row. Raises RowProblem if it contains none."""
@@ -148,7 +154,7 @@ class SFTEncoder:
         for message in conversation.messages:
             check_unicode(message["content"])
             if len(message) > 2:
-                check_unicode(message)
+                check_unicode({key: value for key, value in message.items() if key != "images"})
         messages = conversation.messages
         if self.choices.reasoning == "drop":
             messages = [_without_reasoning(message) for message in messages]
@@ -243,8 +249,11 @@ class SFTEncoder:
         return rows
 
     def _apply_limits(self, row: RenderedRow, ids: np.ndarray, response: np.ndarray, index: int, counts: Counter
-                      ) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Return ids, labels, prompt length and number of removed tokens, within the limits. Raises RowProblem."""
+                      ) -> tuple[Conversation, np.ndarray, np.ndarray, int, int]:
+        """Return conversation, ids, labels, prompt length and number of removed tokens, within the limits.
+
+        Raises RowProblem.
+        """
         prompt = self._prompt_length(response)
         if self.limits.on_overflow == "truncate_turns" and self.excess(prompt, len(ids) - prompt) != (0, 0, 0):
             before, num_turns = len(ids), len(row.conversation.messages)
@@ -254,8 +263,8 @@ class SFTEncoder:
             counts["tokens_cut"] += before - len(ids)
             # Fits by now, so nothing more is removed.
             ids, labels, prompt, _ = self._label(ids, response, index, counts)
-            return ids, labels, prompt, before - len(ids)
-        return self._label(ids, response, index, counts)
+            return row.conversation, ids, labels, prompt, before - len(ids)
+        return row.conversation, *self._label(ids, response, index, counts)
 
     def _with_fewer_turns(self, conversation: Conversation) -> tuple[RenderedRow, np.ndarray, np.ndarray]:
         """Drop as few of the oldest exchanges as needed; the system turn and the tools are kept.
@@ -294,6 +303,8 @@ class SFTEncoder:
         train_on_all = self.choices.train_on == "all" and not self.prompts_only
         # Labels are not shifted: position t contains the id of token t, and the loss of t - 1 predicts it.
         labels = ids if train_on_all else np.where(response >= 0, ids, IGNORED)
+        if self.never_targets:
+            labels = np.where(np.isin(ids, self.never_targets), IGNORED, labels)
         # The first token is never predicted.
         if not self.prompts_only and not (labels[1:] != IGNORED).any():
             raise RowProblem("no target tokens left after truncation")

@@ -26,6 +26,7 @@ class Message(_Turn, total=False):
         tool_call_id: The call that a tool answers.
         name: The tool that answers, or a name of the speaker.
         scored: True (the default) if the turn's tokens are targets.
+        images: Images whose places the content marks, for tasks that read them; see `images.place_images`.
     """
 
     input: str
@@ -34,6 +35,7 @@ class Message(_Turn, total=False):
     tool_call_id: str
     name: str
     scored: bool
+    images: list[Any]
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typing import Any
 from lmmods.core.errors import UserError
 from lmmods.data.read.cells import Values, as_text, check_unicode, is_blank, parse
 from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.images import place_images, take_column
 from lmmods.data.read.readers import Row
 from lmmods.data.read.trees import flat_instances, oasst_messages, oasst_trees
-from lmmods.data.read.turns import Roles, RowReader, order_turns, specifications
+from lmmods.data.read.turns import UNSUPPORTED, UNSUPPORTED_IMAGE, Roles, RowReader, order_turns, specifications
 from lmmods.recipe.source import file_type
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,8 +307,8 @@ FORMATS: dict[str, Format] = {
 ALIASES = {"alpaca-clean": "alpaca", "longform": "input-output", "gsm8k": "question-answer"}
 
 
-def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None
-                      ) -> Conversation:
+def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None,
+                      reads_images: bool = False) -> Conversation:
     """Convert a row to a conversation.
 
     Args:
@@ -315,14 +316,17 @@ def read_conversation(layout: str, row: Values, roles: Roles, turn_fields: dict[
         row: The row as read; not modified.
         roles: Maps names of roles in the file to system, user, assistant or tool, besides the usual names.
         turn_fields: Maps fields of a message to keys of the file's turns, besides the usual keys.
+        reads_images: Keep the images of the row in the messages; otherwise a row with images has a problem.
 
     Raises:
         RowProblem: The row has no usable conversation.
         UserError: The layout is unknown.
     """
     form = find_format(layout)
-    reading = RowReader(row, roles, turn_fields)
+    reading = RowReader(row, roles, turn_fields, reads_images)
     conversation = Conversation(form.convert(reading))
+    if reads_images:
+        place_images(conversation.messages, take_column(reading.values))
     if not BESIDE.isdisjoint(reading.values):
         _read_beside(reading, conversation, form)
     if reading.values or reading.unused:
@@ -339,7 +343,7 @@ def _read_beside(reading: RowReader, conversation: Conversation, form: Format) -
         # Plural columns are media; a singular one may be a plain text column, unless the turns have a place for it.
         is_placed = any(f"<{one}>" in message["content"] for message in conversation.messages)
         if not is_blank(values.get(column)) or (is_placed and not is_blank(values.get(one))):
-            raise RowProblem(f"the row has {column}, which this task does not support")
+            raise RowProblem(f"the row has {column}, {UNSUPPORTED_IMAGE if column == MEDIA[0] else UNSUPPORTED}")
     if values.get("kto_tag") in (False, "false", "False"):
         raise RowProblem("kto_tag is false: the answer is unwanted")
     values.pop("kto_tag", None)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmmods.data.read.cells import Values, as_text, is_blank, parse
 from lmmods.data.read.conversation import Message, RowProblem
+from lmmods.data.read.images import IMAGE, TYPES, find_source
 
 Roles = dict[str, str]
 CALLS = "function_call"  # role of a turn of the assistant whose text is a call
@@ -41,6 +42,8 @@ DETAILS = ("train_detail", "training_detail")  # axolotl's spans within a turn
 SHOWN = {"image": "an image", "image_url": "an image", "input_image": "an image", "audio": "audio",
          "audio_url": "audio", "input_audio": "audio", "video": "a video", "video_url": "a video", "file": "a file",
          "input_file": "a file", "document": "a file"}
+UNSUPPORTED = "which this task does not support"
+UNSUPPORTED_IMAGE = "which only SFT with model.images reads"
 
 
 @cache
@@ -56,18 +59,20 @@ class RowReader:
         row: Columns of the row; not modified.
         roles: Maps names of roles in the file to roles, besides the usual names.
         turn_fields: Maps fields of a message to keys of the file's turns, besides the usual keys.
+        reads_images: Parts of turns may be images; otherwise such a row has a problem.
 
     Attributes:
         values: Columns not used yet.
         unused: Non-empty keys within columns that were not read.
     """
 
-    __slots__ = ("_keys", "_roles", "unused", "values")
+    __slots__ = ("_keys", "_roles", "reads_images", "unused", "values")
 
-    def __init__(self, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> None:
+    def __init__(self, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None,
+                 reads_images: bool = False) -> None:
         self.values = dict(row)
         self.unused: dict[str, None] = {}
-        self._roles = roles
+        self._roles, self.reads_images = roles, reads_images
         self._keys = _keys(tuple(turn_fields.items())) if turn_fields else KEYS
 
     # Columns
@@ -182,10 +187,14 @@ class RowReader:
                 message["reasoning_content"] = message.get("reasoning_content", "") + part.pop(part_type)
             elif part_type in ("text", "input_text", "output_text"):
                 texts.append(as_text(part.pop("text", None), f"{name}.text"))
+            elif part_type in TYPES and self.reads_images:
+                texts.append(IMAGE)
+                message.setdefault("images", []).append(find_source(part))
+                continue
             else:
                 part_type = str(part_type)[:40]
                 kind = SHOWN.get(part_type, f"a part of type {part_type!r}")
-                raise RowProblem(f"a turn has {kind}, which this task does not support")
+                raise RowProblem(f"a turn has {kind}, {UNSUPPORTED_IMAGE if kind == SHOWN['image'] else UNSUPPORTED}")
             self.leave(part, name)
         return "".join(texts)
 

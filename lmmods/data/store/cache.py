@@ -1,5 +1,6 @@
 """The cache of stores: finds the store of a source, and builds it if it is missing or damaged."""
 
+import base64
 import errno
 import gc
 import hashlib
@@ -227,12 +228,25 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += sum(len(value) for value in row.values.values() if isinstance(value, str))
+        size += sum(_length(value) for value in row.values.values())
         if len(batch) >= ROWS_PER_BATCH or size >= CHARACTERS_PER_BATCH:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _length(value: Any) -> int:
+    """Return the length of a text or of bytes, also of those of images: {"bytes": ...}, or a list of these."""
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "bytes" in value[0]:
+        return sum(map(_length, value))
+    value = value.get("bytes") if isinstance(value, dict) else value
+    return len(value) if isinstance(value, str | bytes) else 0
+
+
+def _as_json(value: Any) -> Any:
+    """Convert a value that JSON does not have; bytes such as images become {"bytes": base64}."""
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else str(value)
 
 
 def encode_batches(rows: Iterable[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Row], Encoded]]:
@@ -337,7 +351,7 @@ class _Writer:
         """Append a batch of rows and their encoded columns."""
         files = [self._files.setdefault(row.file, len(self._files)) for row in batch]
         self._write("rows.arrow", {
-            "row": pa.array([json.dumps(row.values, default=str) for row in batch], pa.large_string()),
+            "row": pa.array([json.dumps(row.values, default=_as_json) for row in batch], pa.large_string()),
             "file": np.array(files, np.int32),
             "line": np.array([row.line for row in batch], np.int64),
         })

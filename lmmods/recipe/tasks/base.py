@@ -317,6 +317,11 @@ class TaskFields:
         return 1
 
     @property
+    def all_parts(self) -> bool:
+        """True if all parts of a checkpoint are loaded, not only its text model."""
+        return False
+
+    @property
     def overrides(self) -> dict[str, Any] | None:
         """Fields changed in the configuration, by the recipe or by the task."""
         return self.config_overrides
@@ -328,7 +333,8 @@ class TaskFields:
         """
         overrides = self.config_overrides or {}
         explicit = {*overrides, *(self.config if isinstance(self.config, dict) else {})}
-        config = load_config(self._pretrained_or_config, overrides, self.revision, self.trust_remote_code)
+        config = load_config(self._pretrained_or_config, overrides, self.revision, self.trust_remote_code,
+                             all_parts=self.all_parts)
         return {**{name: 0.0 for name in dropout_rates(config) if name not in explicit}, **overrides}
 
     @property
@@ -346,14 +352,15 @@ class TaskFields:
         """Return the label names of `pretrained`, in the order of its outputs; None if it has no names."""
         if self.pretrained is None:
             return None
-        config = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code)
+        config = load_config(self.pretrained, self.config_overrides, self.revision, self.trust_remote_code,
+                             all_parts=self.all_parts)
         names = [str(config.id2label[index]) for index in sorted(config.id2label)]
         return None if names == [f"LABEL_{index}" for index in range(len(names))] else names
 
     def config_fields(self) -> dict[str, Any]:
         """Return the configuration's values of `hf_config.FIELDS`, if set. Raises UserError for an unknown model."""
         return known_fields(load_config(self._pretrained_or_config, self.config_overrides, self.revision,
-                                        self.trust_remote_code))
+                                        self.trust_remote_code, all_parts=self.all_parts))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

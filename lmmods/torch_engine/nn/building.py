@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.freezing import check_new_tokens, chosen
-from lmmods.core.hf_config import load_config, set_special_ids, vocabulary_fields
+from lmmods.core.hf_config import TEXT_WRITERS, load_config, set_special_ids, vocabulary_fields
 from lmmods.core.memory import MLP_CHUNK
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import TaskFields
@@ -48,7 +48,7 @@ def build_network(fields: TaskFields, auto_class: str, task_type: str | None, da
     """
     bound_onednn_cache()
     torch.manual_seed(seed)
-    is_causal = auto_class == "AutoModelForCausalLM"
+    is_causal = auto_class in TEXT_WRITERS
     overrides = {**(fields.overrides or {}), **data.network_fields} or None
     principal = None if fields.starts_at_base or abstract else PrincipalParts(fields.lora)
     model = _base(fields, overrides, auto_class, vocabulary_fields(data.tokenizer, is_causal), precision, device, seed,
@@ -101,7 +101,7 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
     auto = getattr(transformers, auto_class)
     if fields.config is not None:
         config = load_config(fields.config, overrides, fields.revision, fields.trust_remote_code,
-                             vocabulary)
+                             vocabulary, fields.all_parts)
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
 
         def make() -> nn.Module:
@@ -115,7 +115,8 @@ def _base(fields: TaskFields, overrides: dict[str, Any] | None, auto_class: str,
                            double_quant=fields.double_quant, quant_storage=fields.quant_storage, precision=precision,
                            frozen=frozen, attention=fields.attention, device=device,
                            max_memory=fields.max_memory, seed=seed, by_parts=by_parts, abstract=abstract,
-                           before_quantising=principal and principal.residual, adapter=fields.adapter)
+                           before_quantising=principal and principal.residual, adapter=fields.adapter,
+                           all_parts=fields.all_parts)
 
 
 @contextlib.contextmanager

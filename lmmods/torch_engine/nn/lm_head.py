@@ -135,7 +135,8 @@ def causal_loss(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor],
     Args:
         head: The model's head, or None to use the model's own logits [B, T, V].
         batch: `input_ids`, `labels` [B, T]; `attention_mask` or, packed, `position_ids` restarting at 0; with weighted
-            labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.split`.
+            labels, `loss_weights` [B, T]. Alternatively the result of `ContextParallel.split`. A model's attribute
+            `further_inputs` makes inputs from other columns.
         mixture: The experts whose load is measured, if any. `balance_loss` is the weight of the load-balancing loss.
         device: As in `token_loss`.
         loss: `token_loss`, or another function with its arguments.
@@ -211,6 +212,8 @@ def run_without_head(model: nn.Module, head: LMHead | None, batch: dict[str, Ten
     # Under context parallelism the segments of the whole rows replace the mask; see `ContextParallel.attend`.
     if "row_segments" in batch:
         inputs["attention_mask"] = batch["row_segments"]
+    if (further_inputs := getattr(model, "further_inputs", None)) is not None:
+        inputs |= further_inputs(batch)
     if head is None:
         outputs = model(**inputs)
         return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs

@@ -28,6 +28,7 @@ from lmmods.core.hf_config import (
     text_name,
     text_note,
 )
+from lmmods.core.image_models import is_of_language_model
 from lmmods.core.initialization import mean_row
 from lmmods.core.lazy_array import LazyArray
 from lmmods.recipe.tasks.base import Quantize
@@ -56,7 +57,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
                     frozen: bool = False, attention: str | None = None, device: torch.device | None = None,
                     max_memory: str | dict[int | str, str] | None = None, seed: int = 0, by_parts: bool = False,
                     abstract: bool = False, before_quantising: Callable[[nn.Module, str, Any], Any] | None = None,
-                    adapter: str | Path | None = None) -> nn.Module:
+                    adapter: str | Path | None = None, all_parts: bool = False) -> nn.Module:
     """Load weights, quantised or not, in the dtypes of the precision, in training mode.
 
     A frozen base is stored in the compute dtype with its norms in float32; a trained one in float32 under mixed
@@ -75,6 +76,7 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
         abstract: Build the same network from its configuration alone, with arbitrary values; no weights are read.
         before_quantising: Replaces the weight of a linear layer before it is quantised to 4 bits; see `quantising`.
         adapter: Folder of the adapter that is loaded next. Modules that it contains in full are not reported as random.
+        all_parts: Load the whole checkpoint, not only its text model; only the text model is quantised.
 
     Raises:
         UserError: The model cannot be found or read, or its files are quantised in a way that `abstract` cannot build.
@@ -84,8 +86,8 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     storage_dtype = compute if frozen or precision.endswith("true") else torch.float32
     if trust_remote_code:
         warn(f"trust_remote_code is on: Python code of {pretrained} will run on this machine.")
-    config = load_config(pretrained, overrides, revision, trust_remote_code)
-    if left_out := parts_left_out(pretrained, revision, trust_remote_code):
+    config = load_config(pretrained, overrides, revision, trust_remote_code, all_parts=all_parts)
+    if left_out := [] if all_parts else parts_left_out(pretrained, revision, trust_remote_code):
         say(text_note(pretrained, left_out, config.model_type))
     has_answer_head = auto_class.__name__ == "AutoModelForQuestionAnswering"
     has_new_head = auto_class.__name__.endswith(NEW_HEADS)
@@ -94,6 +96,12 @@ def load_pretrained(auto_class: type, pretrained: str, *, overrides: dict[str, A
     if has_new_head and quantize:
         with torch.device("meta"):
             skip = head_modules(auto_class.from_config(config, trust_remote_code=trust_remote_code))
+    if all_parts and quantize:
+        with torch.device("meta"):
+            outline = auto_class.from_config(config, trust_remote_code=trust_remote_code)
+        skip = [name for name, module in outline.named_modules() if name and not is_of_language_model(name)
+                and not any(is_of_language_model(f"{name}.{part}") for part, _ in module.named_modules())]
+        skip.append("lm_head")
     saved = saved_quantization(config)
     check_saved_quantization(saved, pretrained, quantize, frozen)
     is_packed = saved not in (None, MXFP4)

@@ -36,6 +36,7 @@ from lmmods.core.adapters import (
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
+from lmmods.core.image_models import OTHERS, has_other_parts
 from lmmods.core.settings import LoRA
 from lmmods.torch_engine.compat.bitsandbytes import is_8bit, matrix_of
 from lmmods.torch_engine.compat.peft import has_variant, ignore_tying_warning, is_lora_of_linear, lora_layers
@@ -102,7 +103,8 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
-        exclude_modules=in_heads or None,  # an adapter on modules that train in full would clash
+        # An adapter on modules that train in full would clash.
+        exclude_modules=OTHERS if has_other_parts(model) else in_heads or None,
         task_type=task_type,
     )
     layers = {model.get_input_embeddings(), model.get_output_embeddings()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lmmods.core.adapters import adapted_layers
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
+from lmmods.core.image_models import has_other_parts, is_of_language_model
 from lmmods.core.lazy_array import LazyArray, lazy
 from lmmods.core.principal import Principal, check_rank, exported_factor, no_whole_weights
 from lmmods.core.settings import LoRA
@@ -31,6 +32,8 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
     output = model.get_output_embeddings()
     names = [name for name, module in model.named_modules()
              if isinstance(module, (nn.Linear, Conv1D)) and module is not output]
+    if has_other_parts(model):  # these are not adapted
+        names = [name for name in names if is_of_language_model(name)]
     if not names:
         raise UserError("lora.targets: this model has no linear layer to adapt. Use another model.")
     heads = tuple(f"{head}." for head in head_modules(model)) if has_new_head(model) else ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,8 @@ class CausalModule(CausalFields, TaskModule):
         uniforms = sampling_uniforms(base_seed(), batch["index"].tolist(), self.generation.max_new_tokens,
                                      self.num_answers)
         ids, mask = (batch[name].repeat_interleave(self.num_answers, 0) for name in ("input_ids", "attention_mask"))
-        tokens = self(generate, self.model, ids, mask, config,
+        further_inputs = getattr(self.model, "further_inputs", lambda _: {})
+        tokens = self(partial(generate, **further_inputs(batch)), self.model, ids, mask, config,
                       self.device_mesh is not None, torch.from_numpy(uniforms).to(self.device))
         return tokens[:, prompt_length:]
 

@@ -1,0 +1,61 @@
+"""Model families that train on images: what their processors return, and what their networks need besides it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lmmods.core.errors import UserError
+from lmmods.core.labels import PER_ROW
+
+IMAGES_AUTO_CLASS = "AutoModelForImageTextToText"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+# Parameters and modules of the language model, by their names; the others see images.
+LANGUAGE = r"(^|\.)(language_model|text_model|lm_head)(\.|$)"
+OTHERS = rf"(?!.*{LANGUAGE}).*"
+COUNT = f"{PER_ROW}num_"  # name of the column that counts each row's entries of an input
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How a family's image inputs belong to rows.
+
+    Args:
+        whole_rows: Inputs with one entry per row, [B, ...]; the others are [n, ...], those of all rows in a line.
+        token_types: Input [B, T] that is 1 for image tokens; None if the network has none.
+    """
+
+    whole_rows: tuple[str, ...] = ()
+    token_types: str | None = None
+
+
+IDEFICS = ImageFamily(("pixel_values", "pixel_attention_mask"))
+QWEN = ImageFamily(token_types="mm_token_type_ids")
+IMAGE_FAMILIES = {
+    "smolvlm": IDEFICS, "idefics3": IDEFICS, "gemma3": ImageFamily(token_types="token_type_ids"), "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "llava_onevision": ImageFamily(("batch_num_images",)),
+}
+
+
+def find_image_family(model_type: str) -> ImageFamily:
+    """Return the family of a model type. Raises UserError if it is not supported."""
+    if model_type not in IMAGE_FAMILIES:
+        raise UserError(f"model.images: a model of type {model_type} cannot be trained on images. Use one of the types "
+                        f"{', '.join(IMAGE_FAMILIES)}, or set model.images to false to train the text model alone.",
+                        "model.images")
+    return IMAGE_FAMILIES[model_type]
+
+
+def is_of_language_model(name: str) -> bool:
+    """Return True if a parameter or module of this name belongs to the language model."""
+    return re.search(LANGUAGE, name) is not None
+
+
+def has_other_parts(model: Any) -> bool:
+    """Return True if a network has parts besides its language model."""
+    return model.config.model_type in IMAGE_FAMILIES
+
+
+def image_token(config: Any) -> int:
+    """Return the id of the token whose embeddings a network replaces by those of images."""
+    token = getattr(config, "image_token_id", None)
+    return config.image_token_index if token is None else token

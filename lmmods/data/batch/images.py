@@ -1,0 +1,100 @@
+"""Images of rows as inputs of the network, with a line per row, so that any split of a batch keeps them together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lmmods.core.errors import UserError
+from lmmods.core.image_models import COUNT, ImageFamily
+from lmmods.core.labels import PER_ROW
+from lmmods.data.batch.collate import Collate
+from lmmods.data.read.conversation import Message, RowProblem
+from lmmods.data.read.images import FOLDER, checksum, decode_image, images_of, read_bytes
+from lmmods.data.store.rows import RowSet
+
+if TYPE_CHECKING:
+    from lmmods.data.encode.images import ImageProcessor
+
+INPUTS = "image_inputs"  # key of an item
+
+
+class ImageSet(Dataset):
+    """Rows with the network's inputs from their images. Item -1 is None, a padding row.
+
+    Args:
+        rows: Rows with the columns of `ImageEncoder`.
+        read: Returns the turns of a row as read, from its values and its layout.
+        images: The model's processor.
+    """
+
+    def __init__(self, rows: RowSet, read: Callable[[dict[str, Any], str], list[Message]], images: "ImageProcessor"
+                 ) -> None:
+        self.rows, self._read, self._images = rows, read, images
+        self.lengths, self.truncated = rows.lengths, rows.truncated
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        row = self.rows[index]
+        if row is None or not len(row["images"]):
+            return row
+        values, info = self.rows.source_row(row["index"]), self.rows.info(row["index"])
+        folder = values.pop(FOLDER, None)
+        images = images_of(self._read(values, info["format"]))
+        has_changed = UserError(f"{self.rows.location(row['index'])}: an image has changed since the row was encoded. "
+                                "Restore the file, or set data.rebuild_cache to true for a new run.")
+        try:
+            files = [read_bytes(images[number].source, folder) for number in row["images"]]
+        except RowProblem as problem:
+            raise has_changed from problem
+        if [checksum(data) for data in files] != row["image_checksums"].tolist():
+            raise has_changed
+        return {**row, INPUTS: self._images.inputs([decode_image(data, self._images.max_pixels) for data in files])}
+
+
+@dataclass
+class ImageCollator:
+    """Adds the images of rows to batches, as columns whose names start with PER_ROW.
+
+    An input with an entry per row is [B, ...]. Others have n entries of a row, and are [B, max n, ...] with the column
+    COUNT + name [B]. Shapes are padded with zeros to the largest of the batch. Batches without images have no such
+    columns.
+
+    Args:
+        collator: Collator of the other columns.
+        family: Which inputs have an entry per row.
+    """
+
+    collator: Collate
+    family: ImageFamily
+
+    def __call__(self, rows: list[dict[str, Any] | None]) -> dict[str, torch.Tensor]:
+        batch = self.collator(rows)
+        inputs = [(row or {}).get(INPUTS) or {} for row in rows]
+        for name in dict.fromkeys(name for row in inputs for name in row):
+            arrays: list[Any] = [as_array(row[name]) if name in row else None for row in inputs]
+            if name in self.family.whole_rows:
+                arrays = [None if array is None else array[0] for array in arrays]
+            else:
+                batch[COUNT + name] = torch.tensor([0 if array is None else len(array) for array in arrays])
+            blank = next(array for array in arrays if array is not None)
+            blank = np.zeros([0] * blank.ndim, blank.dtype)
+            batch[PER_ROW + name] = torch.from_numpy(as_array([blank if array is None else array for array in arrays]))
+        return batch
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return an array from an array or a list of arrays, which are padded with zeros to the largest of them."""
+    if not isinstance(value, list) or not value or np.isscalar(value[0]):
+        return np.asarray(value)
+    parts = [as_array(part) for part in value]
+    shape = np.max([part.shape for part in parts], 0)
+    result = np.zeros((len(parts), *shape), parts[0].dtype)
+    for index, part in enumerate(parts):
+        result[index, *(slice(size) for size in part.shape)] = part
+    return result
