@@ -53,8 +53,9 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     # The data determines some fields, such as label names.
     overrides = {**(fields.overrides or {}), **data.network_fields}
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
-                                   defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
-    if fields.pretrained and (skipped := hf_config.parts_left_out(fields.pretrained, fields.revision)):
+                                   defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal),
+                                   all_parts=fields.all_parts)
+    if fields.pretrained and not fields.all_parts and (skipped := hf_config.parts_left_out(fields.pretrained, fields.revision)):
         say(hf_config.text_note(fields.pretrained, skipped, config.model_type))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
@@ -78,7 +79,7 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
                                       None if in_files else fields.quantize, fields.double_quant, processes, principal)
     else:
         params = network.initial_values(seed, stored)
-    num_rows = network.config.vocab_size
+    num_rows = network.arch.vocab_size
     if len(data.tokenizer) > num_rows:
         say(hf_config.new_rows_message(len(data.tokenizer), num_rows))
         network.resize(len(data.tokenizer))

@@ -107,6 +107,7 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = expert_files.split_experts(network.family, network.to_torch(params, plain=True))
+    tensors = {file_name(network.family, name): value for name, value in tensors.items()}
     if dtype is not None:
         tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()}
     write_shards(tensors, folder)
@@ -116,6 +117,12 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     config.architectures = [network.family.classes[network.head]]
     config.dtype = str(next(iter(tensors.values())).dtype)
     config.save_pretrained(folder)
+
+
+def file_name(family: Family, name: str) -> str:
+    """Return a parameter's name in files."""
+    return next((prefix + name.removeprefix(current) for prefix, current in family.in_files.items()
+                 if name.startswith(current)), name)
 
 
 def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHARD_BYTES) -> None:

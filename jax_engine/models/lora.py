@@ -316,7 +316,7 @@ def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, 
     Raises:
         UserError: The model lacks these tokens, or the JAX engine does not support such rows.
     """
-    check_rows(folder, network.config.vocab_size)
+    check_rows(folder, network.arch.vocab_size)
     saved = adapter_config(folder).get("trainable_token_indices")
     if not saved:
         return {}

@@ -46,7 +46,7 @@ class CausalTask(CausalFields, Task):
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
         if self.precomputes_teacher:
-            self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
+            self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.arch.vocab_size)
         parts = () if self.divergence is None else self.divergence.metric_names
         self.metric_names = (*parts, *(METRICS if self._routes else ()))
         return built
@@ -99,7 +99,7 @@ class CausalTask(CausalFields, Task):
         elif self.precomputes_teacher:
             teacher = self._top_k_at(rows)
         sums = self.build_token_loss(teacher, training)(
-            hidden, targets, partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
+            hidden, targets, partial(self.network.logits, params), self.network.arch.vocab_size, count_correct,
             not self.fast_kernels, weights, self.built_for)
         if load is None:
             return sums
