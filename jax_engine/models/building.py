@@ -55,7 +55,9 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal),
                                    all_parts=fields.all_parts)
-    if fields.pretrained and not fields.all_parts and (skipped := hf_config.parts_left_out(fields.pretrained, fields.revision)):
+    skipped = hf_config.parts_left_out(fields.pretrained, fields.revision
+                                       ) if fields.pretrained and not fields.all_parts else []
+    if skipped:
         say(hf_config.text_note(fields.pretrained, skipped, config.model_type))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)

@@ -35,6 +35,11 @@ def list_supported() -> list[str]:
     return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
 
 
+def list_image_types() -> list[str]:
+    """Return the `model_type`s of the supported networks that read images."""
+    return [name for name in list_supported() if "images.patches" in _family(name).modules]
+
+
 def _module(model_type: str) -> str:
     return model_type.replace("-", "_")
 
@@ -45,6 +50,10 @@ def _family(model_type: str) -> Family:
 
 def find_family(config: PreTrainedConfig, head: Head) -> Family:
     """Return the family of a configuration; raise UserError if it, or this head of it, is not supported."""
+    if config.get_text_config() is not config and config.model_type not in list_image_types():
+        raise UserError(f"model.images: a model of type {config.model_type} cannot be trained on images by the JAX "
+                        f"engine. Use engine: torch, or one of the types {', '.join(list_image_types())}.",
+                        "model.images")
     if config.model_type not in list_supported():
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. Use "
                         f"engine: torch, or one of {', '.join(list_supported())}.")
@@ -115,7 +124,8 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     if saved_quantization(config) == MXFP4:
         del config.quantization_config  # the written weights are not quantised
     config.architectures = [network.family.classes[network.head]]
-    config.dtype = str(next(iter(tensors.values())).dtype)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = str(next(iter(tensors.values())).dtype)
     config.save_pretrained(folder)
 
 

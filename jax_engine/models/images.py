@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,7 +10,6 @@ from jax import Array
 from jax_engine.distributed.mesh import gather
 from jax_engine.models.architecture import Architecture
 from jax_engine.models.linear import Build, Embedding, Linear, Norm, parameter, product
-from lmmods.core.initialization import Normal
 from lmmods.core.labels import PER_ROW
 
 PIXELS, PIXEL_MASK = f"{PER_ROW}pixel_values", f"{PER_ROW}pixel_attention_mask"
@@ -74,7 +72,7 @@ class Patches(nnx.Module):
         self.bias = parameter((size,), 0.0)
 
     def __call__(self, pixels: Array) -> Array:
-        """Map pixels [M, C, H, W] to patches [M, H / patch * W / patch, D]; pixels beyond whole patches are not read."""
+        """Map pixels [M, C, H, W] to patches [M, P, D]; pixels beyond whole patches are not read."""
         (num, channels, *shape), patch = pixels.shape, self.patch
         height, width = (size // patch for size in shape)
         pixels = pixels[:, :, :height * patch, :width * patch].reshape(num, channels, height, patch, width, patch)

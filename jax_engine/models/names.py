@@ -278,4 +278,5 @@ def _module_of(path: Path) -> str:
 def _leaf_rank(leaf: str) -> int:
     # torch's order of a module's parameters, then the adapters.
     return ("weight", "bias", "sinks", "dt_bias", "A_log", "scale", "per_expert_scale", "gate_up_proj",
-            "gate_up_proj_bias", "mm_input_projection_weight", "down_proj", "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)
+            "gate_up_proj_bias", "mm_input_projection_weight", "down_proj", "down_proj_bias", *CONSTANTS,
+            *ADAPTER_LEAVES).index(leaf)

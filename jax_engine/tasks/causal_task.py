@@ -21,7 +21,7 @@ from jax_engine.tasks.teacher import TEACHER_IDS, TEACHER_LOGPS, cached_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
-from lmmods.core.labels import IGNORED
+from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES, TeacherTopKTable, num_columns
@@ -132,8 +132,10 @@ class CausalTask(CausalFields, Task):
             prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
+            further = {name: column[rows] for name, column in local.items() if name.startswith(PER_ROW)}
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.codec.stop_token_ids,
-                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers)
+                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers,
+                               further)
             inputs = {name: local[name][rows] for name in ("input_ids", "index")}
             outputs |= datamodule.outputs_by_index(inputs, answers)
         return outputs

@@ -45,7 +45,8 @@ def with_images(text: Family, part: str, before: dict[str, str], name: str, **fi
     """
     inside = {module: f"{part}.{torch_name}" for module, torch_name in text.modules.items()}
     return replace(text, modules=before | inside, classes={"causal": name}, classifiers={}, head_dropouts={},
-                   head_modules={"causal": text.head_modules["causal"]}, base_of={}, tied={"causal": text.tied["causal"]},
+                   base_of={}, tied={"causal": text.tied["causal"]},
+                   head_modules={"causal": text.head_modules["causal"]},
                    dropouts={site: f"{part}.{torch_name}" for site, torch_name in text.dropouts.items()}, **fields)
 
 
