@@ -171,6 +171,7 @@ class Images:
             a matrix (Idefics 3); `pool` averages them, and applies a norm and a matrix (Gemma 3).
         by_fraction: Positions of patches are fractions of the part of the image that is not padding.
         in_both_directions: Image tokens also attend to the later tokens of their image.
+        may_start_random: The distributions of transformers' initial weights are those of this engine.
     """
 
     tower: "Architecture"
@@ -182,6 +183,7 @@ class Images:
     factor: int
     by_fraction: bool = False
     in_both_directions: bool = False
+    may_start_random: bool = True
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         processes = ProcessGroup(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
                                       None if in_files else fields.quantize, fields.double_quant, processes, principal)
+    elif network.arch.images is not None and not network.arch.images.may_start_random:
+        raise UserError(f"model.config: the JAX engine has no initial weights of {config.model_type} with images. Set "
+                        "model.pretrained, or use engine: torch.", "model.config")
     else:
         params = network.initial_values(seed, stored)
     num_rows = network.arch.vocab_size

@@ -26,7 +26,7 @@ class ImageEncoder(nnx.Module):
         self.norm = Norm(size, tower.norm, tower.norm_eps)
         if images.projector == "shuffle":
             self.project = Linear(size * images.factor**2, arch.hidden_size, "images.project", build,
-                                  std=tower.init_std, bias=False)
+                                  std=arch.init_std, bias=False)
         else:
             self.project_norm = Norm(size, "rms_plus_one", tower.norm_eps)
             self.project = Projection(size, arch.hidden_size, build)

@@ -71,6 +71,9 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     adapted_matrices = _check_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full),
                                           matrices)
     to_save = _check_every_layer("lora.modules_to_save", in_full, modules)
+    if any(path.startswith("image") for path in to_save):
+        raise UserError("lora.modules_to_save: the JAX engine trains only modules of the language model next to an "
+                        "adapter. Remove the others, or use engine: torch.")
     # A module includes those inside it, such as the projection in Gemma 4's router.
     to_save |= {module for module in network.modules() if module.startswith(tuple(
         f"{outer}." for outer in to_save if outer.startswith("layers.")))}

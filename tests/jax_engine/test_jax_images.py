@@ -195,7 +195,7 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
     assert {saved_name(name) for name in network.to_torch(tree)} == expected.keys()
 
 
-@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_any_split_and_several_devices_give_the_same_steps(arguments, family, tmp_path):
     """With the whole model in training, rows of zero to three images, and chunks of some of them."""
     whole = {"model.trainable_parameters": [""]}

@@ -20,7 +20,8 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(vision, vision_use_head=False)
     side = vision.image_size // vision.patch_size
     images = Images(siglip(vision), config.image_token_id, vision.image_size, vision.patch_size, vision.num_channels,
-                    "pool", side // int(config.mm_tokens_per_image**0.5), in_both_directions=True)
+                    "pool", side // int(config.mm_tokens_per_image**0.5), in_both_directions=True,
+                    may_start_random=False)
     return replace(gemma3_text.architecture(config.text_config), images=images, tied=config.tie_word_embeddings)
 
 
