@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
 from lmmods.core.hardware import USABLE, Target
-from lmmods.core.labels import has_tokens
+from lmmods.core.labels import PER_ROW, has_tokens
 from lmmods.core.plan import SamplingPlan, StepPlan, Traffic, Variant
 from lmmods.data.base import DataModule
 from lmmods.runs.schedule import RunLength
@@ -558,12 +558,16 @@ def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
     """Return a micro-batch of rows of maximum length, filled with ones, so that all tokens are real and targets.
 
+    It has no columns of whole rows, such as images, whose sizes are not known.
+
     Args:
         example: A micro-batch of the loader.
     """
     axis = example["input_ids"].ndim - 1
     full = {}
     for name, x in example.items():
+        if name.startswith(PER_ROW):
+            continue
         is_long = has_tokens(name, x.ndim, x.is_floating_point(), axis)
         length = (max_length,) if is_long else x.shape[axis:axis + 1]
         full[name] = torch.ones((rows, *x.shape[1:axis], *length, *x.shape[axis + 1:]), dtype=x.dtype)

@@ -85,3 +85,16 @@ def test_the_cache_folder_of_a_hub_dataset_is_known(monkeypatch, tmp_path):
     assert (root / folder / "default").is_dir(), fix("datasets", compat.cached_as)
     module = datasets.load.CachedDatasetModuleFactory("some/MyThing").get_module()
     assert module.builder_kwargs["dataset_name"] == "MyThing", fix("datasets", compat.cached_as)
+
+
+def test_a_processor_can_be_made_without_its_part_for_videos():
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLProcessor
+
+    cls = compat.without_parts(Qwen3VLProcessor)
+    tokenizer = AutoTokenizer.from_pretrained("demo/llama")
+    processor = cls(Qwen2VLImageProcessorPil(), tokenizer, None)
+    assert cls.get_attributes() == ["image_processor", "tokenizer", "video_processor"]
+    assert processor.video_processor is None
+    assert type(processor).__name__ == "Qwen3VLProcessor", fix("transformers", compat.without_parts)
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        cls(tokenizer, tokenizer, None)

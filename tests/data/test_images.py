@@ -17,7 +17,7 @@ from lmmods.core.image_models import COUNT, IMAGE_FAMILIES
 from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.formats import read_conversation
-from lmmods.data.read.images import IMAGE, decode_image, read_bytes
+from lmmods.data.read.images import FOLDER, IMAGE, decode_image, read_bytes
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.sft import SFTFields
 from tests.vision_models import FAMILIES, picture, save_vision_model
@@ -231,6 +231,21 @@ def test_bytes_and_data_urls_give_the_pixels_of_the_file(gemma, tmp_path):
         assert np.array_equal(item["image_inputs"]["pixel_values"], first["image_inputs"]["pixel_values"])
 
 
+def test_image_columns_of_the_hub(gemma, tmp_path, monkeypatch):
+    import datasets
+
+    features = datasets.Features({
+        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        "images": datasets.List(datasets.Image())})
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "b"}],
+             "images": [picture(0, *SIZES[0])]}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows, features))
+    local = write_rows(tmp_path / "rows", [{"messages": turns([part(0), text("What?")], "b")}])
+    first, second = [load(gemma, [local, "someone/pictures"], tmp_path).items("train")[index] for index in (0, 1)]
+    assert second["input_ids"].tolist() == first["input_ids"].tolist()
+    assert np.array_equal(second["image_inputs"]["pixel_values"], first["image_inputs"]["pixel_values"])
+
+
 # ---- rows that cannot be used ----
 
 def test_unusable_images_are_counted(gemma, tmp_path):
@@ -309,6 +324,18 @@ def test_a_changed_image_is_an_error(gemma, tmp_path):
         data.items("train")[0]
 
 
+def test_a_row_does_not_choose_its_folder(gemma, tmp_path, monkeypatch):
+    """Rows of the hub have no folder, whatever their columns say."""
+    import datasets
+
+    write_rows(tmp_path / "rows", [])
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "b"}], "image": image,
+             FOLDER: str(tmp_path / "rows")} for image in ("0.png", "")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    assert dropped(load(gemma, "someone/paths", tmp_path)) == {
+        "an image is a path, but the data file is not on this machine": 1}
+
+
 # ---- options ----
 
 def test_options_of_the_image_processor(shared, tmp_path):
@@ -332,6 +359,7 @@ def test_a_model_type_that_is_not_supported(shared):
     ({}, {"streaming": True}, r"data\.streaming is true"),
     ({}, {"on_overflow": "truncate"}, r"data\.on_overflow is truncate"),
     ({"images": False}, {"image_options": {"size": 1}}, r"data\.image_options .* must be null without model\.images"),
+    ({"images": False}, {"max_image_pixels": 10}, r"data\.max_image_pixels is 10, but must be 89478485, its default"),
     ({"compile": True}, {}, r"model\.compile is true, but must be false with model\.images"),
     ({"neftune_alpha": 5.0}, {}, r"model\.neftune_alpha"),
 ])

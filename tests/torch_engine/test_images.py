@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, GenerationConfig
 
 from lmmods.cli import main
-from lmmods.core.errors import UserError
 from lmmods.core.image_models import image_token, is_of_language_model
 from lmmods.data.sft import SFTData
 from lmmods.runs.folder import RunFolder
@@ -132,3 +130,133 @@ def test_answers_are_those_of_transformers(family, model_folder, tmp_path):
     torch.testing.assert_close(record.logps[:, 0], first, rtol=1e-4, atol=1e-4)
     has_images = torch.tensor([bool(batch["input_ids"][row].eq(image_token(model.config)).any()) for row in range(6)])
     assert torch.equal((record.logps[:, 0] - blank.logps[:, 0]).abs() > 1e-4, has_images)
+
+
+# ---- whole runs ----
+
+@pytest.fixture
+def arguments(model_folder, tmp_path):
+    """Return a function that returns the arguments of a run on images; keys replace those of the recipe."""
+    source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in ROWS])
+
+    def make(root, family="idefics3", **changes) -> list[str]:
+        keys = {"trainer.default_root_dir": str(root), "trainer.max_steps": 3, "trainer.accelerator": "cpu",
+                "trainer.limit_val_batches": 0, "trainer.log_every_n_steps": 1, "model": "SFT",
+                "model.pretrained": str(model_folder(family)), "model.images": True,
+                "model.optimizer.name": "sgd", "model.optimizer.lr": 0.1, "model.generation.max_new_tokens": 4,
+                "data": "SFTData", "data.source": source, "data.max_length": 256, "data.batch_size": 4} | changes
+        return [item for key, value in keys.items() for item in (f"--{key}", json.dumps(value) if not isinstance(
+            value, str) else value)]
+
+    return make
+
+
+def run(*args) -> None:
+    assert main(list(args)) == 0
+
+
+def losses(root) -> list[float]:
+    with open(RunFolder(root).metrics_csv, newline="") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+def saved(root) -> dict[str, torch.Tensor]:
+    return load_file(RunFolder(root).resolve("last") / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl", "llava_onevision"])
+def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
+    """With the whole model in training, and rows of zero to three images."""
+    results = []
+    for size in (8, 4, 1):
+        root = tmp_path / f"split{size}"
+        run("fit", *arguments(root, family, **{"data.batch_size": size, "trainer.accumulate_grad_batches": 8 // size,
+                                               "model.trainable_parameters": [""], "data.num_workers": int(size == 4)}))
+        results.append((losses(root), saved(root)))
+    for other_losses, weights in results[1:]:
+        assert other_losses == pytest.approx(results[0][0], rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, results[0][1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(arguments, tmp_path):
+    adam = {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 1,
+            "checkpoint.keep_last": 9}
+    run("fit", *arguments(tmp_path / "whole", **adam, **{"trainer.max_steps": 4}))
+    second = next(path for path in (tmp_path / "whole").rglob("*step=2*") if path.is_dir())
+    shutil.copytree(second, tmp_path / "step2")
+    run("fit", *arguments(tmp_path / "again", **adam, **{"trainer.max_steps": 4}), "--ckpt_path",
+        str(tmp_path / "step2"))
+    assert len(losses(tmp_path / "again")) == 2
+    assert all(torch.equal(value, saved(tmp_path / "whole")[name]) for name, value in saved(tmp_path / "again").items())
+
+
+def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
+    from transformers import pipeline
+
+    root = tmp_path / "run"
+    run("fit", *arguments(root, **{"data.image_options": {"max_image_size": {"longest_edge": 16}, "do_resize": True}}))
+    model = RunFolder(root).model
+    generate_text = pipeline("image-text-to-text", model=str(model), device="cpu")
+    answer = generate_text(text=with_paths(ROWS[0][:1], tmp_path / "rows"), max_new_tokens=4, return_full_text=False)
+    run("predict", *arguments(root, **{"data.predict_source": str(tmp_path / "rows" / "rows.jsonl")}),
+        "--ckpt_path", "last")
+    predictions = [json.loads(line) for line in RunFolder(root).predictions.read_text().splitlines()]
+    assert predictions[0]["prediction"] == answer[0]["generated_text"].strip()
+    card = (model / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(name)" in card
+    vision = {name: value for name, value in load_file(model / "model.safetensors").items()
+              if not is_of_language_model(name)}
+    base = load_file(next(tmp_path.parent.rglob("vision_idefics3")) / "model.safetensors")
+    assert len(vision) > 10 and all(torch.equal(value, base[name]) for name, value in vision.items())
+
+
+@pytest.mark.parametrize(("family", "quantize"), [("idefics3", None), ("gemma3", "nf4")])
+def test_an_adapter_is_loaded_by_peft_and_merged(arguments, family, quantize, model_folder, tmp_path):
+    from peft import PeftModel
+
+    root = tmp_path / "run"
+    run("fit", *arguments(root, family, **{
+        "model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": quantize, "model.optimizer.lr": 0.5,
+        "data.eval_batch_size": 1, "data.predict_source": str(tmp_path / "rows" / "rows.jsonl")}))
+    model = RunFolder(root).model
+    names = list(load_file(model / "adapter_model.safetensors"))
+    assert names and all(is_of_language_model(name) for name in names)
+    if quantize is None:
+        base = AutoModelForImageTextToText.from_pretrained(model_folder(family))
+        tuned = PeftModel.from_pretrained(base, model).eval()
+        inputs = processed(family, tmp_path, [ROWS[1][:1]], "left", add_generation_prompt=True)
+        with torch.no_grad():
+            tokens = tuned.generate(**accepted(base, inputs), max_new_tokens=4, do_sample=False)
+        run("predict", *arguments(root, family, **{
+            "model.lora": {"rank": 4, "dropout": 0.1}, "data.eval_batch_size": 1,
+            "data.predict_source": str(tmp_path / "rows" / "rows.jsonl")}), "--ckpt_path", "last")
+        predictions = [json.loads(line) for line in RunFolder(root).predictions.read_text().splitlines()]
+        answer = tokens[0, inputs["input_ids"].shape[1]:]
+        tokenizer = make_processor(family).tokenizer
+        assert predictions[1]["prediction"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
+    run("merge", "--run", str(root), "--out", str(tmp_path / "merged"))
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert (tmp_path / "merged" / "processor_config.json").is_file()
+    assert any((param != before).any() for param, before in zip(
+        merged.parameters(), AutoModelForImageTextToText.from_pretrained(model_folder(family)).parameters()))
+
+
+def test_a_projector_trains_next_to_an_adapter(arguments, tmp_path):
+    run("fit", *arguments(tmp_path / "run", "gemma3", **{
+        "model.lora": {"rank": 4, "modules_to_save": ["multi_modal_projector"]}, "model.gradient_checkpointing": True}))
+    names = load_file(RunFolder(tmp_path / "run").model / "adapter_model.safetensors")
+    assert any("multi_modal_projector" in name for name in names)
+
+
+def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(arguments, tmp_path, capsys):
+    run("fit", *arguments(tmp_path / "run", "gemma3", **{"model.images": False, "data.batch_size": 1}))
+    report = json.loads(RunFolder(tmp_path / "run").data_report.read_text())
+    [source] = report["sources"].values()
+    assert source["dropped"] == {"a turn has an image, which only SFT with model.images reads": {
+        "rows": 10, "first": [f"{tmp_path}/rows/rows.jsonl:{line}" for line in (1, 2, 4)]}}
+
+
+def test_the_jax_engine_rejects_images(arguments, tmp_path, capsys):
+    assert main(["fit", *arguments(tmp_path / "run"), "--engine", "jax"]) != 0
+    assert "model.images is true, but must be false with engine jax" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ from lmmods.core.errors import UserError
 from lmmods.core.image_models import COUNT, ImageFamily
 from lmmods.core.labels import PER_ROW
 from lmmods.data.batch.collate import Collate
-from lmmods.data.encode.images import ImageProcessor, as_array
 from lmmods.data.read.conversation import Message, RowProblem
 from lmmods.data.read.images import FOLDER, checksum, decode_image, images_of, read_bytes
 from lmmods.data.store.rows import RowSet
+
+if TYPE_CHECKING:
+    from lmmods.data.encode.images import ImageProcessor
 
 INPUTS = "image_inputs"  # key of an item
 
@@ -29,7 +31,7 @@ class ImageSet(Dataset):
         images: The model's processor.
     """
 
-    def __init__(self, rows: RowSet, read: Callable[[dict[str, Any], str], list[Message]], images: ImageProcessor
+    def __init__(self, rows: RowSet, read: Callable[[dict[str, Any], str], list[Message]], images: "ImageProcessor"
                  ) -> None:
         self.rows, self._read, self._images = rows, read, images
         self.lengths, self.truncated = rows.lengths, rows.truncated
@@ -86,3 +88,15 @@ class ImageCollator:
             blank = np.zeros([0] * blank.ndim, blank.dtype)
             batch[PER_ROW + name] = torch.from_numpy(as_array([blank if array is None else array for array in arrays]))
         return batch
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return an array from an array or a list of arrays, which are padded with zeros to the largest of them."""
+    if not isinstance(value, list) or not value or np.isscalar(value[0]):
+        return np.asarray(value)
+    parts = [as_array(part) for part in value]
+    shape = np.max([part.shape for part in parts], 0)
+    result = np.zeros((len(parts), *shape), parts[0].dtype)
+    for index, part in enumerate(parts):
+        result[index, *(slice(size) for size in part.shape)] = part
+    return result

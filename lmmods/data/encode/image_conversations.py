@@ -1,16 +1,18 @@
 """Encoding of conversations with images: ids, and which images of the row they contain."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Ragged
-from lmmods.data.encode.images import ImageProcessor
 from lmmods.data.read.conversation import Conversation, Message
 from lmmods.data.read.formats import read_conversation
 from lmmods.data.read.images import FOLDER, checksum, decode_image, images_of, read_bytes
+
+if TYPE_CHECKING:
+    from lmmods.data.encode.images import ImageProcessor
 
 
 class Picture(NamedTuple):
@@ -35,7 +37,7 @@ class ImageEncoder(SFTEncoder):
         images: The model's processor.
     """
 
-    images: ImageProcessor = field(kw_only=True)
+    images: "ImageProcessor" = field(kw_only=True)
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         """Read and prepare the conversation of a row, and decode its images once, so that no batch meets a broken one.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from lmmods.core.compat import without_parts
@@ -137,15 +136,3 @@ class ImageProcessor:
             raise RowProblem(f"the model's processor rejects an image: {one_line(error)[:100]}") from error
         texts = [offset["replacement"] for offset in output["text_replacement_offsets"][0]]
         return {name: value for name, value in output.items() if name not in OWN_TEXTS}, texts
-
-
-def as_array(value: Any) -> np.ndarray:
-    """Return an array from an array or a list of arrays, which are padded with zeros to the largest of them."""
-    if not isinstance(value, list) or not value or np.isscalar(value[0]):
-        return np.asarray(value)
-    parts = [as_array(part) for part in value]
-    shape = np.max([part.shape for part in parts], 0)
-    result = np.zeros((len(parts), *shape), parts[0].dtype)
-    for index, part in enumerate(parts):
-        result[index, *(slice(size) for size in part.shape)] = part
-    return result

@@ -24,13 +24,13 @@ MARK = "<image>"  # in texts of a dataset with a column of images
 COLUMNS = ("images", "image")
 TYPES = ("image", "image_url", "input_image")  # of a part of a turn
 SOURCES = ("bytes", "image", "url", "path", "base64", "image_url")  # keys of an image's source, the first that is set
-FOLDER = "image_folder"  # column that names the folder of a row's file
+FOLDER = "(folder)"  # column that `ImageCodec` adds: the folder of a row's file
 # Formats that PIL itself decodes. Others start programs (EPS) or are animations by nature.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_BYTES = 2**28  # of an image file
 BROKEN = "an image is broken, or in a format that is not supported"
 UNREADABLE = (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, KeyError, struct.error, zlib.error,
-              OverflowError, MemoryError)
+              OverflowError)
 
 
 class ImageReference(NamedTuple):

@@ -5,7 +5,7 @@ import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ NAMED_SETS = {
     "longform": "akoksal/LongForm",
     "unnatural-instructions": "mrm8488/unnatural-instructions-full",
 }
+HUB_ROWS = 100  # of a hub dataset with images that are read together
 NAMED_FILES = {"chip2": "unified_chip2.jsonl"}
 
 
@@ -69,7 +70,7 @@ class SourceReader:
 
     def _all_rows(self) -> Iterator[Row]:
         if self._hub_rows is not None:
-            for index, values in enumerate(self._hub_rows, 1):
+            for index, values in enumerate(_plain_rows(self._hub_rows), 1):
                 if is_longer_than(values, LONGEST):
                     yield Row(self.source.path, index, {}, TOO_LONG)
                 else:
@@ -210,6 +211,14 @@ def _load_from_hub(source: Source, streaming: bool):  # noqa: ANN202 - datasets 
     except Exception as error:  # datasets raises many types, all about this path
         raise UserError(f"{source.path}: not a local file or folder, and the hub dataset {repository!r} cannot be "
                         f"loaded ({type(error).__name__}: {redact(str(error))[:300]})") from error
+
+
+def _plain_rows(rows: Any) -> Iterable[dict]:
+    """Return the rows of a hub dataset, with images as in its files, {"bytes", "path"}, instead of decoded pictures."""
+    if rows_fingerprint(rows) is None or "Image(" not in str(rows.features):
+        return rows
+    # `cast` would write a copy of the dataset.
+    return (row for table in rows.with_format("arrow").iter(HUB_ROWS) for row in table.to_pylist())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

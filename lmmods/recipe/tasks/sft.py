@@ -20,6 +20,7 @@ from lmmods.recipe.tasks.base import (
 )
 
 TrainOn = Literal["responses", "all", "last"]
+MAX_IMAGE_PIXELS = 89_478_485  # from which PIL warns of decompression bombs; it refuses twice as many
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -49,12 +50,12 @@ class SFTFields(TokenLossFields, CausalFields):
 
     def _check_images(self) -> None:
         """Set what depends on `images`. Raises UserError: another key cannot be combined with it."""
-        for key, value, needed in (
-                ("teacher", self.teacher, None), ("best_of", self.best_of, None), ("compile", self.compile, False),
-                ("neftune_alpha", self.neftune_alpha, None), ("max_memory", self.max_memory, None),
-                ("gradient_checkpointing", self.gradient_checkpointing == "offload", False)):
-            require(value in (None, False), f"model.{key}", value, f"{str(needed).lower().replace('none', 'null')} "
-                    "with model.images", "model.images")
+        for key in ("teacher", "best_of", "compile", "neftune_alpha", "max_memory"):
+            value = getattr(self, key)
+            require(not value, f"model.{key}", value, f"{'false' if value is True else 'null'} with model.images",
+                    "model.images")
+        require(self.gradient_checkpointing != "offload", "model.gradient_checkpointing", "offload",
+                "true or false with model.images", "model.images")
         require(not self.lora or not self.lora.is_principal, "model.lora.init", "pissa", "default with model.images",
                 "model.images")
         require(not isinstance(self.config, dict), "model.config", self.config, "a folder or hub id with model.images, "
@@ -79,15 +80,19 @@ class SFTFields(TokenLossFields, CausalFields):
 
     def check_data(self, data: DataFields) -> None:
         super().check_data(data)
+        options, max_pixels = (getattr(data, key, None) for key in ("image_options", "max_image_pixels"))
         if self.images:
+            require(max_pixels is not None, "data.class_path", type(data).__name__.removesuffix("Fields"),
+                    "SFTData with model.images", "model.images")
             for key in ("packing", "streaming"):
                 require(not getattr(data, key), f"data.{key}", True, "false with model.images", "model.images")
             on_overflow = getattr(data, "on_overflow", None)
             require(on_overflow in (None, "error", "skip", "truncate_turns"), "data.on_overflow", on_overflow,
                     "error, skip or truncate_turns with model.images, as an image cannot be truncated", "model.images")
         else:
-            options = getattr(data, "image_options", None)
             require(not options, "data.image_options", options, "null without model.images", "model.images")
+            require(max_pixels in (None, MAX_IMAGE_PIXELS), "data.max_image_pixels", max_pixels,
+                    f"{MAX_IMAGE_PIXELS}, its default, without model.images", "model.images")
         if not self.on_policy:
             return
         require(not data.packing, "data.packing", data.packing, "false with model.teacher.on_policy, as the lengths "
@@ -136,11 +141,11 @@ class SFTDataFields(ConversationFields):
     train_on_last: bool = False
     turns: Literal["all", "last", "split"] = "all"
     image_options: dict[str, Any] | None = None
-    max_image_pixels: int = 89_478_485  # from which PIL warns of decompression bombs
+    max_image_pixels: int = MAX_IMAGE_PIXELS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(max_image_pixels=(self.max_image_pixels, 1, 178_956_970))  # above, PIL refuses to decode
+        check_range(max_image_pixels=(self.max_image_pixels, 1, 2 * MAX_IMAGE_PIXELS))
         shorthand: TrainOn | None = "all" if self.train_on_prompt else "last" if self.train_on_last else None
         if shorthand and self.train_on not in (None, shorthand):
             key = "train_on_prompt" if self.train_on_prompt else "train_on_last"

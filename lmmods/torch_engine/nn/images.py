@@ -22,7 +22,7 @@ class ImageInputs:
         is_image = batch["input_ids"] == self._token
         inputs = {} if self._family.token_types is None else {self._family.token_types: is_image.long()}
         columns = [name for name in batch if name.startswith(PER_ROW) and not name.startswith(COUNT)]
-        for column in columns if is_image.any() else ():
+        for column in columns if columns and is_image.any() else ():
             name, values = column.removeprefix(PER_ROW), batch[column]
             if name not in self._family.whole_rows:
                 # [B, max n, ...] -> [n, ...], those of all rows in order
