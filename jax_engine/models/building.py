@@ -55,6 +55,9 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
                                    defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal),
                                    all_parts=fields.all_parts)
+    if fields.all_parts and config.model_type not in (types := hub.list_image_types()):
+        raise UserError(f"model.images: the JAX engine cannot train a model of type {config.model_type} on images. Use "
+                        f"engine: torch, or one of the types {', '.join(types)}.", "model.images", "engine")
     skipped = hf_config.parts_left_out(fields.pretrained, fields.revision
                                        ) if fields.pretrained and not fields.all_parts else []
     if skipped:

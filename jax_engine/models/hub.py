@@ -30,14 +30,22 @@ SHARD_BYTES = 5 * 10**9
 
 
 def list_supported() -> list[str]:
-    """Return the supported architectures, by `model_type`."""
-    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
-    return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
+    """Return the supported architectures of text networks, by `model_type`."""
+    return [name for name in _list_families() if not _reads_images(name)]
 
 
 def list_image_types() -> list[str]:
     """Return the `model_type`s of the supported networks that read images."""
-    return [name for name in list_supported() if "images.patches" in _family(name).modules]
+    return [name for name in _list_families() if _reads_images(name)]
+
+
+def _list_families() -> list[str]:
+    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
+    return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
+
+
+def _reads_images(model_type: str) -> bool:
+    return "images.patches" in _family(model_type).modules
 
 
 def _module(model_type: str) -> str:
@@ -50,11 +58,7 @@ def _family(model_type: str) -> Family:
 
 def find_family(config: PreTrainedConfig, head: Head) -> Family:
     """Return the family of a configuration; raise UserError if it, or this head of it, is not supported."""
-    if config.get_text_config() is not config and config.model_type not in list_image_types():
-        raise UserError(f"model.images: a model of type {config.model_type} cannot be trained on images by the JAX "
-                        f"engine. Use engine: torch, or one of the types {', '.join(list_image_types())}.",
-                        "model.images")
-    if config.model_type not in list_supported():
+    if config.model_type not in (*list_supported(), *list_image_types()):
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. Use "
                         f"engine: torch, or one of {', '.join(list_supported())}.")
     family = _family(config.model_type)
