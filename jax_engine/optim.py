@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from jax_engine.distributed.tree import Path, Tree, flatten, unflatten
+from jax_engine.distributed.tree import Path, Tree, flatten, is_stacked, unflatten
 from lmmods.core.errors import UserError
 from lmmods.core.settings import NS_COEFFICIENTS, NS_EPS, Optimizer
 
@@ -109,7 +109,7 @@ def _lerp(average: Array, param: Array, weight: Array) -> Array:
 
 def in_hidden_matrix(path: Path) -> bool:
     """Return `is_hidden_matrix` for the path of a leaf that decays."""
-    return path[0] == "layers" and "conv" not in path and not ("experts" in path and path[-1].startswith("lora_"))
+    return is_stacked(path) and "conv" not in path and not ("experts" in path and path[-1].startswith("lora_"))
 
 
 def step_scalars(settings: Optimizer, step: int, num_steps: int, num_layers: int = 0

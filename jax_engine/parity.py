@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_engine.distributed.tree import Tree, flatten, merge, unflatten
+from jax_engine.distributed.tree import Tree, flatten, is_stacked, merge, unflatten
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Task
 from lmmods.core.parity import Row, compared_positions, moved_adapter, sequences, write
@@ -78,8 +78,8 @@ def _move_adapters(network: Network, trainable: Tree) -> Tree:
     leaves = flatten(trainable)
     for path, leaf in leaves.items():
         if path[-1] == "lora_B":
-            names = [network.name(path, layer) for layer in (range(len(leaf)) if path[0] == "layers" else [None])]
-            layers = leaf if path[0] == "layers" else leaf[None]
+            names = [network.name(path, layer) for layer in (range(len(leaf)) if is_stacked(path) else [None])]
+            layers = leaf if is_stacked(path) else leaf[None]
             moved = np.stack([moved_adapter(*pair) for pair in zip(names, layers, strict=True)])
             leaves[path] = moved.reshape(leaf.shape)
     return unflatten(leaves)

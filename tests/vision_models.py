@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                          "image_token": "<image_soft_token>"},
                "config": {"text_config": TEXT | {"sliding_window": 8, "num_hidden_layers": 2,
                                                  "layer_types": ["sliding_attention", "full_attention"]},
-                          "vision_config": SIGLIP, "mm_tokens_per_image": 4},
+                          "vision_config": SIGLIP | {"vision_use_head": False}, "mm_tokens_per_image": 4},
                "processor": "Gemma3Processor", "image_processor": "Gemma3ImageProcessorPil",
                "options": {"size": {"height": 28, "width": 28}}, "arguments": {"image_seq_length": 4}},
     "qwen2_5_vl": {"template": CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),

@@ -17,7 +17,7 @@ from jax import Array
 
 from jax_engine.distributed.interface import Parallel
 from jax_engine.distributed.loss import LABELS, no_label
-from lmmods.core.labels import has_tokens
+from lmmods.core.labels import PER_ROW, has_tokens
 from lmmods.data.batch.loader import Absent
 
 
@@ -141,8 +141,26 @@ class Prefetcher:
         length = -(-length // self._parallel.context_parallel_size) * self._parallel.context_parallel_size
         local_ranks = self._parallel.local_ranks
         # At the end of an epoch, ranks without a micro-batch get empty rows, with the shape of `x[:0]`.
-        return {name: np.stack([self._pad(name, group[rank][name] if rank < len(group) else x[:0], length, axis)
-                                for rank in local_ranks]) for name, x in example.items()}
+        local = [group[rank] if rank < len(group) else {name: x[:0] for name, x in example.items()}
+                 for rank in local_ranks]
+        columns = {name: np.stack([self._pad(name, batch[name], length, axis) for batch in local])
+                   for name in example if not name.startswith(PER_ROW)}
+        # Some micro-batches may lack these columns, and their shapes differ.
+        per_row = {name: x for batch in local for name, x in batch.items() if name.startswith(PER_ROW)}
+        return columns | {name: self._stack_per_row([batch.get(name, x[:0]) for batch in local])
+                          for name, x in per_row.items()}
+
+    def _stack_per_row(self, columns: list[np.ndarray]) -> np.ndarray:
+        """Stack arrays [B, N, ...] as int32 or float32, padded with zeros to the largest shape and to few values of N.
+        """
+        sizes = [max(column.shape[axis] for column in columns) for axis in range(1, columns[0].ndim)]
+        if sizes:
+            sizes[0] = round_count(sizes[0])
+        stacked = np.zeros((len(columns), self._batch_size, *sizes),
+                           np.float32 if columns[0].dtype.kind == "f" else np.int32)
+        for padded, column in zip(stacked, columns, strict=True):
+            padded[tuple(slice(size) for size in column.shape)] = column
+        return stacked
 
     def _pad(self, name: str, x: np.ndarray, length: int, axis: int) -> np.ndarray:
         """Pad a micro-batch's array to the batch size, and `axis` to `length`; convert it to int32 or float32."""
@@ -167,6 +185,13 @@ def round_up(length: int) -> int:
     # The power of two that is an eighth to a quarter of the length.
     step = max(32, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
+
+
+def round_count(count: int) -> int:
+    """Round a number of entries per row up to a power of two or three quarters of one, so that few shapes are compiled.
+    """
+    above = 1 << max(count - 1, 0).bit_length()
+    return above * 3 // 4 if count <= above * 3 // 4 else above
 
 
 def halve_lengths(max_length: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ import numpy as np
 Tree = dict[str, Any]
 Path = tuple[str, ...]
 
+LAYERS, IMAGE_LAYERS = STACKS = ("layers", "image_layers")  # stacks of layers: their leaves have a leading layer axis
 AT = "@"  # in a key, before the positions of layers
 
 SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}
@@ -35,6 +36,11 @@ def flatten(tree: Tree, prefix: Path = ()) -> dict[Path, Any]:
     for key, value in tree.items():
         flat |= flatten(value, (*prefix, key)) if isinstance(value, dict) else {(*prefix, key): value}
     return flat
+
+
+def is_stacked(path: Path) -> bool:
+    """Return True for the path of a leaf or module in a stack of layers."""
+    return path[0] in STACKS
 
 
 def unflatten(flat: dict[Path, Any]) -> Tree:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jax_engine.distributed.tree import IMAGE_LAYERS
 from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
@@ -157,6 +158,35 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Images:
+    """Encoder of images, whose features replace the embeddings of image tokens.
+
+    Args:
+        tower: Its layers, those of a vision transformer (SigLIP, Zhai et al. 2023).
+        token: Id of the image token, one for each feature.
+        size: Height and width of an image of full size, in pixels.
+        patch: Height and width of a patch.
+        channels: Number of colours.
+        projector: Features for the decoder: `shuffle` joins the patches of `factor` x `factor` squares and maps them by
+            a matrix (Idefics 3); `pool` averages them, and applies a norm and a matrix (Gemma 3).
+        by_fraction: Positions of patches are fractions of the part of the image that is not padding.
+        in_both_directions: Image tokens also attend to the later tokens of their image.
+        may_start_random: The distributions of transformers' initial weights are those of this engine.
+    """
+
+    tower: "Architecture"
+    token: int
+    size: int
+    patch: int
+    channels: int
+    projector: Literal["shuffle", "pool"]
+    factor: int
+    by_fraction: bool = False
+    in_both_directions: bool = False
+    may_start_random: bool = True
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and options of a transformer, a decoder (`causal`) or an encoder. Sizes are numbers of features.
 
@@ -202,6 +232,7 @@ class Architecture:
         layers_per_group: Set if torch's names number stored layers by group and index in the group.
         head_bias: The output layer of the vocabulary has a bias; `head_dense_bias`: the dense layer of a masked head.
         classifier: The head of a network that scores labels or answer spans.
+        images: Encoder of images; None if the network reads only text.
         init_std: Standard deviation of initial matrices outside the layers; `layer_std` inside the layers, and
             `residual_std` for those that write to the residual stream; `head_std` for the dense layer of a masked head,
             if it differs.
@@ -275,6 +306,7 @@ class Architecture:
     head_dense_bias: bool = True
     head_std: float | None = None
     classifier: Classifier | None = None
+    images: Images | None = None
     init_cut: float | None = None
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -289,6 +321,8 @@ class Architecture:
 
     def layers_with(self, module: str) -> tuple[int, ...]:
         """Return the stored layers that have this module (our path, for instance `layers.attn_norm`)."""
+        if module.startswith(f"{IMAGE_LAYERS}."):
+            return tuple(range(self.images.tower.num_layers))
         layers = tuple(range(self.num_stored_layers))
         if module == "layers.attn_norm" and not self.first_norm:
             return layers[1:]
@@ -347,6 +381,7 @@ class Family:
         tied: For each head, torch names that are aliases of one of our leaves.
         base_of: Prefix of the base for heads with a different one.
         older: Prefixes of names in older files, to the current ones.
+        in_files: Prefixes of names in files, to those of torch's parameters, where transformers writes other names.
         expert_files: Names of experts in files, if these store them separately.
         dropouts: Our dropout sites to torch modules inside the base ("" is the base): the dropout module, the module
             whose attention weights are dropped (`.weights`), or the module that calls the dropout function.
@@ -366,6 +401,7 @@ class Family:
     tied: dict[Head, dict[str, str]] = field(default_factory=dict)
     base_of: dict[Head, str] = field(default_factory=dict)
     older: dict[str, str] = field(default_factory=dict)
+    in_files: dict[str, str] = field(default_factory=dict)
     expert_files: ExpertFiles | None = None
     dropouts: dict[str, str] = field(default_factory=dict)
     head_dropouts: dict[Head, dict[str, str]] = field(default_factory=dict)

@@ -16,15 +16,19 @@ from jax_engine.models.rope import Angles, rotate
 from lmmods.core.initialization import Normal
 
 
-def attention_mask(batch: dict[str, Array], causal: bool, window: int | None) -> Array:
+def attention_mask(batch: dict[str, Array], causal: bool, window: int | None, blocks: Array | None = None) -> Array:
     """Return the attention mask [B, 1, T, T] bool, query by key; True attends.
 
     Args:
         batch: `input_ids` [B, T]; `segment_ids` (documents 1, 2, ...; 0 is padding) or `attention_mask` or neither.
         window: Size of the sliding window, including the query; without `causal` it also extends as far ahead.
+        blocks: [B, T], equal positive numbers for tokens that also attend to later ones among them.
     """
     length = batch["input_ids"].shape[1]
-    visible = visibility_mask(jnp.arange(length)[:, None], jnp.arange(length)[None], causal, window)[None, None]
+    queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None]
+    visible = visibility_mask(queries, keys, causal, window)[None, None]
+    if blocks is not None:
+        visible = visible | _in_block(blocks, blocks) & (keys > queries)
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
         # A query attends to its document, and not to padding. Padded queries attend to nothing: see `attend`.
@@ -42,15 +46,25 @@ def real_tokens(batch: dict[str, Array]) -> Array:
     return batch["attention_mask"] > 0 if "attention_mask" in batch else jnp.ones(batch["input_ids"].shape, bool)
 
 
-def cached_mask(valid: Array, start: Array, length: int, window: int | None) -> Array:
+def cached_mask(valid: Array, start: Array, length: int, window: int | None, blocks: Array | None = None) -> Array:
     """Return the mask [B, 1, length, S] of `length` new tokens that follow `start` cached ones.
 
     Args:
         valid: [B, S] bool, cache slots with real tokens, including the new ones.
+        blocks: [B, length], as for `attention_mask`.
     """
     queries = start + jnp.arange(length)[:, None]
-    visible = visibility_mask(queries, jnp.arange(valid.shape[1])[None], True, window)
-    return visible[None, None] & valid[:, None, None]
+    keys = jnp.arange(valid.shape[1])[None]
+    visible = visibility_mask(queries, keys, True, window)[None, None]
+    if blocks is not None:
+        slots = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(valid.shape, blocks.dtype), blocks, start, axis=1)
+        visible = visible | _in_block(blocks, slots) & (keys > queries)
+    return visible & valid[:, None, None]
+
+
+def _in_block(queries: Array, keys: Array) -> Array:
+    """Return [B, 1, T, S] bool, True if query and key are in one block."""
+    return ((queries[:, :, None] == keys[:, None]) & (queries[:, :, None] > 0))[:, None]
 
 
 def visibility_mask(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:
@@ -185,7 +199,8 @@ class Attention(nnx.Module):
             return mask.attend(q, k, v, scale, rate, seeds, self.arch.attention_cap, sinks)
         # Blocked attention needs equal numbers of queries and keys, so it does not work with a cache.
         if has_whole_rows and not rate and self.blocked and bias is None:
-            return attend_blocked(self.arch.causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
+            causal = self.arch.causal and not (self.arch.images and self.arch.images.in_both_directions)
+            return attend_blocked(causal, self.arch.attention_cap, q, k, v, mask, scale, sinks)
         return attend(q, k, v, mask, scale, rate, seeds, self.arch.attention_cap, bias, sinks)
 
     def _relative_scores(self, q: Array, k: Array, table: Table) -> Array:

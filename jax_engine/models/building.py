@@ -53,8 +53,14 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
     # The data determines some fields, such as label names.
     overrides = {**(fields.overrides or {}), **data.network_fields}
     config = hf_config.load_config(fields.pretrained or fields.config, overrides, fields.revision,
-                                   defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal))
-    if fields.pretrained and (skipped := hf_config.parts_left_out(fields.pretrained, fields.revision)):
+                                   defaults=hf_config.vocabulary_fields(data.tokenizer, is_causal),
+                                   all_parts=fields.all_parts)
+    if fields.all_parts and config.model_type not in (types := hub.list_image_types()):
+        raise UserError(f"model.images: the JAX engine cannot train a model of type {config.model_type} on images. Use "
+                        f"engine: torch, or one of the types {', '.join(types)}.", "model.images", "engine")
+    skipped = hf_config.parts_left_out(fields.pretrained, fields.revision
+                                       ) if fields.pretrained and not fields.all_parts else []
+    if skipped:
         say(hf_config.text_note(fields.pretrained, skipped, config.model_type))
     saved = hf_config.saved_quantization(config)
     hf_config.check_saved_quantization(saved, fields.pretrained, fields.quantize, frozen)
@@ -76,9 +82,12 @@ def build_network(fields: TaskFields, head: Head, data: DataModule, *, precision
         processes = ProcessGroup(jax.process_index(), jax.process_count(), machines.gather)
         params = loading.open_weights(network, fields.pretrained, fields.revision, stored, seed,
                                       None if in_files else fields.quantize, fields.double_quant, processes, principal)
+    elif network.arch.images is not None and not network.arch.images.may_start_random:
+        raise UserError(f"model.config: the JAX engine has no initial weights of {config.model_type} with images. Set "
+                        "model.pretrained, or use engine: torch.", "model.config")
     else:
         params = network.initial_values(seed, stored)
-    num_rows = network.config.vocab_size
+    num_rows = network.arch.vocab_size
     if len(data.tokenizer) > num_rows:
         say(hf_config.new_rows_message(len(data.tokenizer), num_rows))
         network.resize(len(data.tokenizer))

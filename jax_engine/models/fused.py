@@ -189,6 +189,8 @@ def unsupported_reason(arch: Architecture, dtype: jnp.dtype, requested: str | No
     """Return the reason why this network cannot use the fused kernel; None if it can."""
     if requested == "eager":
         return "the recipe sets attention: eager"
+    if arch.images is not None and arch.images.in_both_directions:
+        return "image tokens attend to later ones"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the fused kernel computes in 16 bits, not in {dtype}"
     if arch.head_dim % 8 or arch.head_dim > 128:

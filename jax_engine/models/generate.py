@@ -39,7 +39,8 @@ def check_length(network: Network, length: int, settings: Generation) -> None:
 
 
 def generate(network: Network, params: Tree, prompts: list[list[int]], settings: Generation, eos: list[int],
-             pad: int, seed: int = 0, rows: Sequence[int] | None = None, num_answers: int = 1) -> list[list[int]]:
+             pad: int, seed: int = 0, rows: Sequence[int] | None = None, num_answers: int = 1,
+             inputs: dict[str, np.ndarray] | None = None) -> list[list[int]]:
     """Return the new tokens after each prompt, up to but excluding the first end token.
 
     A row's answer does not depend on the other rows of the batch. Without beams, repeated prompts are computed once,
@@ -50,6 +51,7 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
         seed: Sampling seed.
         rows: Row indices, which seed each row's sampling. Default: 0, 1, 2, ...
         num_answers: Number of sampled answers per prompt, consecutive in the result; 1 with beams.
+        inputs: Further columns of the network's batches, [prompts, ...], such as images.
 
     Raises:
         UserError: The engine does not support the decoding method, or there are more tokens than positions.
@@ -59,16 +61,17 @@ def generate(network: Network, params: Tree, prompts: list[list[int]], settings:
     check_length(network, min(len(prompt) for prompt in prompts), settings)
     check_length(network, max_length, settings)
     width = -(-max_length // BUCKET) * BUCKET
-    rows = range(len(prompts)) if rows is None else rows
+    rows, inputs = range(len(prompts)) if rows is None else rows, inputs or {}
     # Hashable arguments: the compiled programs are cached by them.
     programs = _compiled(network, width, astuple(settings), tuple(sorted(eos)))
     if settings.num_beams > 1:  # beam search samples several tokens per step without replacement, which needs a key
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), np.array(rows, np.int32))
-        tokens = np.asarray(programs(params, *_pad(prompts, width, pad), keys))
+        tokens = np.asarray(programs(params, *_pad(prompts, width, pad), keys, inputs))
     else:
         prompts = [prompt for prompt in prompts for _ in range(num_answers)]
         uniforms = sampling_uniforms(seed, rows, settings.max_new_tokens, num_answers)
-        tokens = _run_single_search(programs, params, prompts, width, pad, uniforms)["tokens"]
+        outputs = _run_single_search(programs, params, prompts, width, pad, uniforms, None, inputs, num_answers)
+        tokens = outputs["tokens"]
     return [_truncate(row.tolist(), eos) for row in tokens]
 
 
@@ -119,11 +122,13 @@ def _pad(prompts: Sequence[Sequence[int]], width: int, pad: int) -> tuple[np.nda
 
 
 def _run_single_search(programs: tuple[Callable, ...], params: Tree, prompts: Sequence[Sequence[int]], width: int,
-                       pad: int, uniforms: np.ndarray, size: int | None = None) -> dict[str, np.ndarray]:
+                       pad: int, uniforms: np.ndarray, size: int | None = None,
+                       inputs: dict[str, np.ndarray] | None = None, num_answers: int = 1) -> dict[str, np.ndarray]:
     """Run the programs of `single_search`.
 
     Args:
         size: Batch size, at least the number of prompts. Default: the number of prompts.
+        inputs: Further columns of the network's batches, a row for every `num_answers` prompts, which are equal.
 
     Returns:
         New `tokens` [B, max_new_tokens], arbitrary after an end token, and `SCORES` likewise if the programs have them.
@@ -132,12 +137,17 @@ def _run_single_search(programs: tuple[Callable, ...], params: Tree, prompts: Se
     num, size = len(prompts), size or len(prompts)
     indices: dict[tuple[int, ...], int] = {}
     copies = np.zeros(size, np.int32)
-    copies[:num] = [indices.setdefault(tuple(prompt), len(indices)) for prompt in prompts]
+    # With further inputs, prompts of the same tokens differ.
+    keys = [(*prompt, row // num_answers) if inputs else tuple(prompt) for row, prompt in enumerate(prompts)]
+    copies[:num] = [indices.setdefault(key, len(indices)) for key in keys]
     distinct = list(indices)
     are_distinct = len(distinct) == num
     # Round up the number of distinct prompts, so that few shapes are compiled.
     distinct += distinct[:1] * ((size if are_distinct else min(next_power_of_two(len(distinct)), size)) - len(distinct))
-    state = start(params, *_pad(distinct, width, pad), None if are_distinct else copies, None if size == num else num)
+    columns = {name: column[[key[-1] for key in distinct]] for name, column in (inputs or {}).items()}
+    distinct = [key[:-1] for key in distinct] if inputs else distinct
+    state = start(params, *_pad(distinct, width, pad), None if are_distinct else copies, None if size == num else num,
+                  columns)
     uniforms, rows = np.pad(uniforms, ((0, size - num), (0, 0))), np.arange(size)
     outputs = {name: np.zeros(uniforms.shape, state[name].dtype) for name in ("tokens", *SCORES) if name in state}
     while True:
@@ -211,8 +221,9 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
         temperature: See `token_steps`.
 
     Returns:
-        start: (params, ids [U, width], mask [U, width], copies [B] or None, count or None) -> state of B rows. `copies`
-            is the index of each row's prompt among U distinct ones; None: B = U. Rows from `count` on have ended.
+        start: (params, ids [U, width], mask [U, width], copies [B] or None, count or None, inputs [U, ...]) -> state of
+            B rows. `copies` is the index of each row's prompt among U distinct ones; None: B = U. Rows from `count` on
+            have ended. `inputs` are further columns of the prompts.
         proceed: (params, state, uniforms [B, max_new_tokens]) -> state in which all rows have ended or have
             `max_new_tokens` tokens, or so few are unfinished that the others should leave.
         select: (state, rows [N]) -> state of these rows.
@@ -225,8 +236,9 @@ def single_search(network: Network, width: int, settings: Generation, ends: Arra
         by_row = {name: x[rows] for name, x in state.items() if name not in ("index", "carry")}
         return {**state, **by_row, "carry": forward.select(state["carry"], rows)}
 
-    def start(params: Tree, ids: Array, mask: Array, copies: Array | None = None, count: Array | None = None) -> Tree:
-        state = prefill(params, ids, mask)
+    def start(params: Tree, ids: Array, mask: Array, copies: Array | None = None, count: Array | None = None,
+              inputs: dict[str, Array] | None = None) -> Tree:
+        state = prefill(params, ids, mask, inputs)
         state = state if copies is None else select(state, copies)
         return state if count is None else {**state, "ended": jnp.arange(len(state["ended"])) >= count}
 
@@ -253,7 +265,8 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
         temperature: Temperature of `log_probs_and_entropies`; None does not compute them.
 
     Returns:
-        prefill: (params, ids [B, width], mask [B, width]) -> state. Its `tokens` [B, total] are filled up to `index`.
+        prefill: (params, ids [B, width], mask [B, width], inputs [B, ...] or None) -> state. Its `tokens` [B, total]
+            are filled up to `index`.
         step: (params, state, uniforms [B]) -> state with one more token, also in `latest` [B].
     """
     forward = Forward(network, settings.use_cache)
@@ -262,11 +275,11 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
         logits = apply_constraints(settings, logits, state["tokens"], state["real"], state["index"], width, ends)
         return sample_tokens(filter_logits(settings, logits), uniforms) if settings.do_sample else logits.argmax(-1)
 
-    def prefill(params: Tree, ids: Array, mask: Array) -> Tree:
+    def prefill(params: Tree, ids: Array, mask: Array, inputs: dict[str, Array] | None = None) -> Tree:
         tokens = jnp.pad(ids, ((0, 0), (0, total - width)))
         real = jnp.pad(mask, ((0, 0), (0, total - width))) > 0
         # From here on arrays have the full length, so that every step has the same shapes.
-        carry, hidden = forward.prefill(params, tokens, real, width)
+        carry, hidden = forward.prefill(params, tokens, real, width, inputs)
         return {"tokens": tokens, "real": real, "index": jnp.int32(width), "carry": carry, "hidden": hidden,
                 # No token has been chosen yet: any array of the right shape serves as `latest`.
                 "latest": tokens[:, 0], "ended": jnp.zeros(len(ids), bool),
@@ -358,18 +371,21 @@ class Forward:
     def __init__(self, network: Network, use_cache: bool):
         self._network, self._use_cache = network, use_cache
 
-    def prefill(self, params: Tree, tokens: Array, real: Array, width: int) -> tuple[Tree, Array]:
+    def prefill(self, params: Tree, tokens: Array, real: Array, width: int, inputs: dict[str, Array] | None = None
+                ) -> tuple[Tree, Array]:
         """Return the state carried between steps, and the hidden states [N, D] of the prompts' last tokens.
 
         Args:
             tokens: [N, total], the prompts right-aligned in the first `width`.
             real: [N, total] bool, False for padding and tokens not yet generated.
+            inputs: Further columns of the prompts, [N, ...].
         """
         if not self._use_cache:
-            return {}, self._recompute(params, tokens, real, width)
+            carry = dict(inputs or {})
+            return carry, self._recompute(params, carry, tokens, real, width)
         positions = _positions(real[:, :width])
         batch = {"input_ids": tokens[:, :width], "attention_mask": real[:, :width].astype(jnp.int32),
-                 "position_ids": positions}
+                 "position_ids": positions, **(inputs or {})}
         # All prompts in one pass. They are right-aligned, so their last tokens are in the last column.
         hidden, cache = self._network.hidden(params, batch, cache=self._network.init_cache(*tokens.shape))
         return {"cache": cache, "position": positions[:, -1]}, hidden[:, -1]
@@ -377,7 +393,7 @@ class Forward:
     def step(self, params: Tree, carry: Tree, tokens: Array, real: Array, index: Array) -> tuple[Tree, Array]:
         """Return the carried state and the hidden states [N, D] of the latest tokens, at `index`."""
         if not self._use_cache:
-            return carry, self._recompute(params, tokens, real, index + 1)
+            return carry, self._recompute(params, carry, tokens, real, index + 1)
         position, ones = carry["position"] + 1, jnp.ones((len(tokens), 1), jnp.int32)
         # One column of all rows; the cache remembers which of the earlier slots are padding.
         batch = {"input_ids": jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1), "attention_mask": ones,
@@ -388,15 +404,15 @@ class Forward:
     def select(self, carry: Tree, rows: Array) -> Tree:
         """Return the carried state of these rows, in this order; rows may repeat."""
         if not self._use_cache:
-            return carry
+            return {name: column[rows] for name, column in carry.items()}
         cache = carry["cache"]
         # Leaves are [layers, N, ...].
         selected = {"layers": jax.tree.map(lambda leaf: leaf[:, rows], cache["layers"]), "valid": cache["valid"][rows]}
         return {"cache": {**cache, **selected}, "position": carry["position"][rows]}
 
-    def _recompute(self, params: Tree, tokens: Array, real: Array, end: Array | int) -> Array:
+    def _recompute(self, params: Tree, inputs: dict[str, Array], tokens: Array, real: Array, end: Array | int) -> Array:
         # Pass segments, because the fused kernel does not support a left-padded `attention_mask`.
-        batch = {"input_ids": tokens, "segment_ids": real.astype(jnp.int32), "position_ids": _positions(real)}
+        batch = {"input_ids": tokens, "segment_ids": real.astype(jnp.int32), "position_ids": _positions(real), **inputs}
         hidden = self._network.hidden(params, batch)
         return jax.lax.dynamic_index_in_dim(hidden, end - 1, axis=1, keepdims=False)
 
@@ -515,7 +531,8 @@ DEAD = -1e9  # score of a beam that no longer competes; finite, so that sums wit
 
 
 def beam_search(network: Network, width: int, settings: Generation, ends: Array) -> Callable:
-    """Return the program (params, ids [B, width], mask [B, width], keys [B]) -> best new tokens [B, max_new_tokens].
+    """Return the program (params, ids [B, width], mask [B, width], keys [B], inputs [B, ...]) -> best new tokens
+    [B, max_new_tokens].
 
     The caller truncates at the first end token. With `do_sample`, candidates are sampled, not selected by score.
     """
@@ -523,10 +540,10 @@ def beam_search(network: Network, width: int, settings: Generation, ends: Array)
     size, total = settings.num_beams // num_groups, width + new
     forward, group = Forward(network, settings.use_cache), _BeamGroup(width, settings, ends, size)
 
-    def program(params: Tree, ids: Array, mask: Array, row_keys: Array) -> Array:
+    def program(params: Tree, ids: Array, mask: Array, row_keys: Array, inputs: dict[str, Array]) -> Array:
         batch = ids.shape[0]
         tokens, real = jnp.pad(ids, ((0, 0), (0, new))), jnp.pad(mask, ((0, 0), (0, new))) > 0
-        carry, hidden = forward.prefill(params, tokens, real, width)
+        carry, hidden = forward.prefill(params, tokens, real, width, inputs)
         # Run each prompt once; its K beams start as copies of the result. [B * K]
         copies = jnp.repeat(jnp.arange(batch), settings.num_beams)
         state = {"groups": [group.init_state(tokens) for _ in range(num_groups)], "real": real,

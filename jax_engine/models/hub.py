@@ -30,9 +30,22 @@ SHARD_BYTES = 5 * 10**9
 
 
 def list_supported() -> list[str]:
-    """Return the supported architectures, by `model_type`."""
+    """Return the supported architectures of text networks, by `model_type`."""
+    return [name for name in _list_families() if not _reads_images(name)]
+
+
+def list_image_types() -> list[str]:
+    """Return the `model_type`s of the supported networks that read images."""
+    return [name for name in _list_families() if _reads_images(name)]
+
+
+def _list_families() -> list[str]:
     modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
     return sorted(name for name in CONFIG_MAPPING if _module(name) in modules)
+
+
+def _reads_images(model_type: str) -> bool:
+    return "images.patches" in _family(model_type).modules
 
 
 def _module(model_type: str) -> str:
@@ -45,7 +58,7 @@ def _family(model_type: str) -> Family:
 
 def find_family(config: PreTrainedConfig, head: Head) -> Family:
     """Return the family of a configuration; raise UserError if it, or this head of it, is not supported."""
-    if config.model_type not in list_supported():
+    if config.model_type not in (*list_supported(), *list_image_types()):
         raise UserError(f"model: the architecture {config.model_type!r} is not supported by the JAX engine. Use "
                         f"engine: torch, or one of {', '.join(list_supported())}.")
     family = _family(config.model_type)
@@ -107,6 +120,7 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = expert_files.split_experts(network.family, network.to_torch(params, plain=True))
+    tensors = {file_name(network.family, name): value for name, value in tensors.items()}
     if dtype is not None:
         tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()}
     write_shards(tensors, folder)
@@ -114,8 +128,15 @@ def save(network: Network, params: Tree, folder: str | Path, dtype: str | None =
     if saved_quantization(config) == MXFP4:
         del config.quantization_config  # the written weights are not quantised
     config.architectures = [network.family.classes[network.head]]
-    config.dtype = str(next(iter(tensors.values())).dtype)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = str(next(iter(tensors.values())).dtype)
     config.save_pretrained(folder)
+
+
+def file_name(family: Family, name: str) -> str:
+    """Return a parameter's name in files."""
+    return next((prefix + name.removeprefix(current) for prefix, current in family.in_files.items()
+                 if name.startswith(current)), name)
 
 
 def write_shards(tensors: dict[str, np.ndarray], folder: Path, limit: int = SHARD_BYTES) -> None:

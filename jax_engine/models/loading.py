@@ -73,7 +73,7 @@ def open_weights(network: Network, folder: str, revision: str | None = None, dty
     copies: dict[str, tuple[Slot, LazyArray]] = {}
     problems, ignored, borrowed = [], [], _list_borrowed(network)
     tensors = list(_tensors(folder, revision))
-    has_parts = any(is_of_text_part(key) for key, _ in tensors)
+    has_parts = network.arch.images is None and any(is_of_text_part(key) for key, _ in tensors)
     for key, value in tensors:
         if has_parts and (key := text_name(key)) is None:
             continue  # of a part of the model that is not loaded
@@ -246,7 +246,7 @@ def _match(key: str, entries: dict[str, tuple], network: Network) -> tuple[LeafP
     """Return the entry of a key, in current or older spelling: gamma and beta, another base prefix or none."""
     # TensorFlow's names of a norm's parameters, in old BERT files.
     key = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key))
-    for old, current in network.family.older.items():
+    for old, current in {**network.family.in_files, **network.family.older}.items():
         key = current + key.removeprefix(old) if key.startswith(old) else key
     bare = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     base = network.family.prefix(network.head)

@@ -37,6 +37,7 @@ from lmmods.core.adapters import (
 )
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import OTHERS
 from lmmods.core.initialization import row_norms
 from lmmods.core.lazy_array import LazyArray
 from lmmods.core.principal import Principal, exported_factor, no_whole_weights
@@ -70,6 +71,9 @@ def adapt(network: Network, lora: LoRA, rows: dict[str, list[int]]) -> None:
     adapted_matrices = _check_every_layer("lora.target_parameters", adapted_parameters(lora, matrices, in_full),
                                           matrices)
     to_save = _check_every_layer("lora.modules_to_save", in_full, modules)
+    if any(path.startswith("image") for path in to_save):
+        raise UserError("lora.modules_to_save: the JAX engine trains only modules of the language model next to an "
+                        "adapter. Remove the others, or use engine: torch.")
     # A module includes those inside it, such as the projection in Gemma 4's router.
     to_save |= {module for module in network.modules() if module.startswith(tuple(
         f"{outer}." for outer in to_save if outer.startswith("layers.")))}
@@ -262,6 +266,7 @@ def save_adapter(network: Network, params: Tree, folder: str | Path, base: str |
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora,
         "use_rslora": lora.rslora, "target_modules": adapted if lora.targets == "all-linear" else lora.targets,
         "target_parameters": lora.target_parameters, "modules_to_save": to_save or None, "bias": "none",
+        "exclude_modules": None if network.arch.images is None else OTHERS,
         "trainable_token_indices": token_indices(rows, _find_vocabulary_modules(network)[0]),
         "fan_in_fan_out": network.arch.conv1d, "init_lora_weights": True, "inference_mode": True}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -282,6 +287,8 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
     excluded = config.get("exclude_modules")
     if isinstance(excluded, list) and all(_matches_any(name, head_modules) for name in excluded):
         del config["exclude_modules"]  # the torch engine's, for a head that trains in full; here no head has an adapter
+    if network.arch.images is not None and excluded == OTHERS:
+        del config["exclude_modules"]
     for name, neutral in NEUTRAL.items():
         if config.get(name, neutral) not in (neutral, None, []):  # PEFT writes an empty list of experts' parameters
             raise _unsupported(folder, name, config[name])
@@ -294,7 +301,8 @@ def adapter_settings(folder: str | Path, network: Network) -> LoRA:
                         "engine supports only lists of names. Use engine: torch.")
     if isinstance(targets, list):  # PEFT's all-linear may list a head that it then skips, because it trains in full
         linear = _map_torch_names(network)[0]
-        targets = [name for name in targets if not _matches_any(name, head_modules) or _matches_any(name, linear)]
+        targets = [name for name in targets if _matches_any(name, linear)
+                   or not _matches_any(name, head_modules) and not (network.arch.images and excluded == OTHERS)]
     # The heads that PEFT records train in full anyway.
     to_save = [name for name in config.get("modules_to_save") or [] if name not in PEFT_HEADS]
     try:
@@ -316,7 +324,7 @@ def adapter_rows(network: Network, lora: LoRA, folder: str | Path) -> dict[str, 
     Raises:
         UserError: The model lacks these tokens, or the JAX engine does not support such rows.
     """
-    check_rows(folder, network.config.vocab_size)
+    check_rows(folder, network.arch.vocab_size)
     saved = adapter_config(folder).get("trainable_token_indices")
     if not saved:
         return {}

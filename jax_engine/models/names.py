@@ -1,12 +1,13 @@
 """Mapping between leaves of the parameter tree and torch's parameter names, per layer and in torch's order."""
 
 from collections.abc import Collection, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_engine.distributed.tree import AT, Path, Tree, flatten, unflatten
+from jax_engine.distributed.tree import AT, STACKS, Path, Tree, flatten, is_stacked, unflatten
 from jax_engine.models.architecture import Architecture, Family, Head
 from lmmods.core import lazy_array
 from lmmods.core.adapters import saved_name
@@ -55,19 +56,22 @@ class Names:
         # torch's order of parameters: by module in order of definition, then by leaf. torch lists all modules of one
         # layer before the next, while the tree stacks a leaf over layers.
         order = list(self._modules)
-        ranked = sorted(self._leaves, key=lambda path: (order.index(_module_of(path)), _leaf_rank(path[-1])))
-        outer = [path for path in ranked if path[0] != "layers"]
-        inner = [path for path in ranked if path[0] == "layers"]
-        # Modules before the layers and after them.
-        first = next(i for i, name in enumerate(order) if name.startswith("layers."))
-        before = [path for path in outer if order.index(_module_of(path)) < first]
-        after = [path for path in outer if order.index(_module_of(path)) > first]
-        entries = [(path, None) for path in before]
-        layers_of = {path: arch.layers_with(_module_of(path)) for path in inner}
-        # A leaf is stacked over the layers that have it, so its index in the stack may differ from the layer's index.
-        entries += [(path, layers_of[path].index(layer)) for layer in range(arch.num_stored_layers) for path in inner
-                    if layer in layers_of[path]]
-        self._entries: list[tuple[Path, int | None]] = entries + [(path, None) for path in after]
+        starts = {root: next((i for i, name in enumerate(order) if name.startswith(f"{root}.")), 0) for root in STACKS}
+
+        def rank(path: Path) -> tuple[int, ...]:
+            index = order.index(_module_of(path))
+            return starts.get(path[0], index), index, _leaf_rank(path[-1])
+
+        self._entries: list[tuple[Path, int | None]] = []
+        for root, group in groupby(sorted(self._leaves, key=rank), lambda path: path[0] if is_stacked(path) else None):
+            paths = list(group)
+            if root is None:
+                self._entries += [(path, None) for path in paths]
+                continue
+            layers_of = {path: arch.layers_with(_module_of(path)) for path in paths}
+            # A leaf is stacked over the layers that have it, so its index in the stack may differ from the layer's.
+            self._entries += [(path, layers_of[path].index(layer)) for layer in sorted({*chain(*layers_of.values())})
+                              for path in paths if layer in layers_of[path]]
         self._trained: dict[Path, tuple[int | None, ...]] | None = None  # see `train_only`
 
     def names(self, plain: bool = False) -> list[tuple[str, Path, int | None]]:
@@ -82,7 +86,7 @@ class Names:
     def shape(self, path: Path) -> tuple[int, ...]:
         """Return the shape of a leaf, or of a single layer if it is stacked."""
         shape = self._leaves[path].shape
-        return shape[1:] if path[0] == "layers" else shape
+        return shape[1:] if is_stacked(path) else shape
 
     def init_names(self, path: Path) -> list[str]:
         """Return the names that seed a leaf's initial values, one, or one per layer.
@@ -136,12 +140,12 @@ class Names:
         if module in head <= self._to_save:
             return self.head_module(module)
         outer = [other for other in self._to_save
-                 if other.startswith("layers.") and f"{module}.".startswith(f"{other}.")]
+                 if is_stacked((*other.split("."),)) and f"{module}.".startswith(f"{other}.")]
         return self.torch_module(min(outer, key=len, default=module), layer)
 
     def stacked_indices(self, module: str) -> Sequence[int | None]:
         """Return a module's indices among the stacked layers; [None] outside the layers."""
-        return range(len(self._layers_with(module))) if module.startswith("layers.") else [None]
+        return range(len(self._layers_with(module))) if is_stacked((*module.split("."),)) else [None]
 
     def name(self, path: Path, layer: int | None) -> str:
         """Return torch's name of a parameter as in `named_parameters`, with PEFT's wrapping if there is any."""
@@ -206,7 +210,7 @@ class Names:
     def _trained_layers(self, path: Path) -> tuple[int, ...] | None:
         """Return the indices of the layers that train in a stacked leaf; None if all do."""
         trained = (self._trained or {}).get(path)
-        return trained if trained and path[0] == "layers" and len(trained) < self.num_stacked(path) else None
+        return trained if trained and is_stacked(path) and len(trained) < self.num_stacked(path) else None
 
     def to_torch(self, tree: Tree, plain: bool = False) -> dict[str, np.ndarray]:
         """Return leaves of a tree like the parameters, or a part of them, by torch's names (`plain` as in `names`).
@@ -241,14 +245,14 @@ class Names:
             path, layer = entries[name]
             parts_by_path.setdefault(path, {})[layer] = value if isinstance(value, LazyArray) else np.asarray(value)
         # The network stacks layers, so either all layers have a leaf or none.
-        missing = [self.name(path, layer) for path, parts in parts_by_path.items() if path[0] == "layers"
+        missing = [self.name(path, layer) for path, parts in parts_by_path.items() if is_stacked(path)
                    for layer in self._trained_layers(path) or self.stacked_indices(_module_of(path))
                    if layer not in parts]
         if missing:
             raise UserError(f"These parameters are missing in some layers: {some(missing)}. Use a complete checkpoint "
                             "or adapter.")
         return unflatten({path: _stack([parts[layer] for layer in sorted(parts)])
-                          if path[0] == "layers" else parts[None] for path, parts in parts_by_path.items()})
+                          if is_stacked(path) else parts[None] for path, parts in parts_by_path.items()})
 
 
 def _select_layers(leaf: Any, indices: Sequence[int]) -> Any:
@@ -274,4 +278,5 @@ def _module_of(path: Path) -> str:
 def _leaf_rank(leaf: str) -> int:
     # torch's order of a module's parameters, then the adapters.
     return ("weight", "bias", "sinks", "dt_bias", "A_log", "scale", "per_expert_scale", "gate_up_proj",
-            "gate_up_proj_bias", "down_proj", "down_proj_bias", *CONSTANTS, *ADAPTER_LEAVES).index(leaf)
+            "gate_up_proj_bias", "mm_input_projection_weight", "down_proj", "down_proj_bias", *CONSTANTS,
+            *ADAPTER_LEAVES).index(leaf)

@@ -18,7 +18,15 @@ from jax.ad_checkpoint import checkpoint_name
 from transformers import PreTrainedConfig
 
 from jax_engine.distributed.interface import context_parallel_size, on_mesh, shard_sequence
-from jax_engine.distributed.tree import Path, Tree, flatten, merge, unflatten
+from jax_engine.distributed.tree import (
+    IMAGE_LAYERS,
+    Path,
+    Tree,
+    flatten,
+    is_stacked,
+    merge,
+    unflatten,
+)
 from jax_engine.models import fused
 from jax_engine.models.architecture import Architecture, Family, Head, LayerKind
 from jax_engine.models.attention import Attention, KeysValues, attention_mask, cached_mask, real_tokens
@@ -26,6 +34,7 @@ from jax_engine.models.context_parallel import ContextParallel
 from jax_engine.models.dropout import Seeds, add_noise, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.heads import HEADS
+from jax_engine.models.images import ImageEncoder, image_blocks, place_images
 from jax_engine.models.linear import (
     ACTIVATIONS,
     Build,
@@ -236,7 +245,7 @@ class Network(Names):
 
     def resize(self, num_tokens: int) -> None:
         """Change the vocabulary size in place, as transformers' `resize_token_embeddings`."""
-        self.config.vocab_size = num_tokens
+        self.config.get_text_config().vocab_size = num_tokens
         if self.arch.layer_inputs:
             setattr(self.config, PER_LAYER_VOCABULARY, num_tokens)
         self._define(dataclasses.replace(self.arch, vocab_size=num_tokens), self.build, self.to_save)
@@ -270,17 +279,16 @@ class Network(Names):
             root = "layers" if isinstance(name, LayerKind) else name
             initialisers = collect_initialisers(module)
             self._initialisers |= {(root, *path): initialiser for path, initialiser in initialisers.items()}
-            self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
+            if not str(name).startswith("image"):  # adapters and quantisation are for the language model
+                self._linears += [node.path for _, node in nnx.iter_graph(module) if isinstance(node, Linear)]
             self._graphs[name], state = nnx.split(module)
             # Blocks of all kinds are `layers`; leaves that several kinds have are stacked together.
             shapes[root] = merge(shapes.get(root, {}), nnx.to_pure_dict(state))
         # Stack each leaf of a layer over the layers that have it.
-        num_stacked = {path: len(arch.layers_with(".".join(("layers", *path[:-1]))))
-                       for path in flatten(shapes["layers"])}
-        shapes["layers"] = unflatten({path: jax.ShapeDtypeStruct((num_stacked[path], *leaf.shape), leaf.dtype)
-                                      for path, leaf in flatten(shapes["layers"]).items()})
-        # A tied head without a bias has no parameters.
-        self.shapes: Tree = {name: part for name, part in shapes.items() if part}
+        leaves = {path: leaf if not is_stacked(path) else jax.ShapeDtypeStruct(
+            (len(arch.layers_with(".".join(path[:-1]))), *leaf.shape), leaf.dtype)
+            for path, leaf in flatten(shapes).items()}
+        self.shapes: Tree = unflatten(leaves)  # a tied head without a bias has no parameters
         # Names depend on the shapes, and dropout seeds on the names.
         super().__init__(self.family, self.head, self.shapes, arch, build.adapted, build.adapted_experts, to_save)
         lora_drops = build.lora is not None and build.lora.dropout > 0
@@ -296,6 +304,10 @@ class Network(Names):
         embedding = DecoderEmbedding if arch.causal else EncoderEmbedding
         parts = {"embed": lambda: embedding(arch, build)}
         parts |= {kind: partial(Block, arch, build, kind) for kind in dict.fromkeys(arch.kinds)}
+        if arch.images is not None:
+            tower, plain = arch.images.tower, dataclasses.replace(build, lora=None, adapted=frozenset(), rows={})
+            parts |= {"images": lambda: ImageEncoder(arch, plain),
+                      IMAGE_LAYERS: lambda: Block(tower, plain, tower.kinds[0])}
         if arch.final_norm_eps is not None:
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
@@ -310,7 +322,7 @@ class Network(Names):
         """
         return unflatten({
             path: InitialValues(self._initialisers[path], self.shape(path), seed, self.init_names(path),
-                                path[0] == "layers", jnp.dtype(dtype))
+                                is_stacked(path), jnp.dtype(dtype))
             for path in (flatten(self.shapes) if paths is None else paths)})
 
     def init(self, seed: int, dtype: str = "float32", paths: Collection[Path] | None = None) -> Tree:
@@ -323,7 +335,8 @@ class Network(Names):
 
         Args:
             batch: `input_ids` [B, T]; `attention_mask`, or for packed rows `segment_ids` and `position_ids` that
-                restart at 0; `token_type_ids` if the network has types. `position_ids` default to 0, 1, ... per row.
+                restart at 0; `token_type_ids` if the network has types; images as for `place_images`. `position_ids`
+                default to 0, 1, ... per row.
             training: Apply dropout, seeded by the batch's `token_seeds` [B, T].
             cache: From `init_cache`; the batch's `attention_mask` then marks its real tokens.
 
@@ -344,7 +357,12 @@ class Network(Names):
         position_ids = self._positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
         embedding = self._part("embed", params)
-        x = shard_sequence(embedding(batch, position_ids, seeds))
+        x = embedding(batch, position_ids, seeds)
+        blocks = None
+        if (images := self.arch.images) is not None:
+            x = place_images(self._part("images", params), partial(self._image_layers, params[IMAGE_LAYERS]), batch, x)
+            blocks = image_blocks(batch["input_ids"], images.token) if images.in_both_directions else None
+        x = shard_sequence(x)
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
             angles = [embedding.relative_table(x.shape[1])]
@@ -360,12 +378,12 @@ class Network(Names):
         elif context_parallel_size() > 1 and self.arch.relative is None:
             masks = [ContextParallel.from_batch(batch, self.arch.causal, window) for window in windows]
         elif cache is None:
-            masks = [attention_mask(batch, self.arch.causal, window) for window in windows]
+            masks = [attention_mask(batch, self.arch.causal, window, blocks) for window in windows]
         else:
             # New tokens fill the slots from `start` on, the same in all rows.
             start, length = cache["length"], x.shape[1]
             valid = jax.lax.dynamic_update_slice_in_dim(cache["valid"], batch["attention_mask"] > 0, start, axis=1)
-            masks = [cached_mask(valid, start, length, window) for window in windows]
+            masks = [cached_mask(valid, start, length, window, blocks) for window in windows]
         texts = Texts(real_tokens(batch), batch.get("segment_ids"))
         real = texts.real if has_load else None
         inputs = embedding.per_layer_inputs(batch, x, seeds) if self.arch.layer_inputs else None
@@ -454,6 +472,17 @@ class Network(Names):
         by_name = {name: concatenate_layers([[leaves and leaves.get(name) for leaves in stack_caches]
                                              for stack_caches in caches]) for name in names}
         return x, None if cache is None else by_name, concatenate_layers(list(loads))
+
+    def _image_layers(self, layers: Tree, x: Array, mask: Array) -> Array:
+        """Return the stream of images [M, P, D] after the layers of their transformer."""
+        scale = jnp.float32(self.arch.images.tower.attention_scales[0])
+
+        def layer(x: Array, params: Tree) -> tuple[Array, None]:
+            return nnx.merge(self._graphs[IMAGE_LAYERS], params)(x, mask, scale, None, None)[0], None
+
+        if self.remat != "none" or on_mesh() or self.recomputes:  # as in `_layers`
+            layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
+        return jax.lax.scan(layer, x, layers)[0]
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:

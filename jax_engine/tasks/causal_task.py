@@ -21,7 +21,7 @@ from jax_engine.tasks.teacher import TEACHER_IDS, TEACHER_LOGPS, cached_teacher
 from lmmods.core.errors import UserError
 from lmmods.core.experts import METRICS, check_balance
 from lmmods.core.hardware import Target
-from lmmods.core.labels import IGNORED
+from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import DRAWN, PLACES
 from lmmods.data.teacher import NO_PLACES, TeacherTopKTable, num_columns
@@ -46,7 +46,7 @@ class CausalTask(CausalFields, Task):
         built = super().build(precision, datamodule, seed, abstract, on)
         check_balance(self.network.config, self.balance_loss, self._routes)
         if self.precomputes_teacher:
-            self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.config.vocab_size)
+            self._num_columns = num_columns(self.teacher, datamodule.tokenizer, self.network.arch.vocab_size)
         parts = () if self.divergence is None else self.divergence.metric_names
         self.metric_names = (*parts, *(METRICS if self._routes else ()))
         return built
@@ -99,7 +99,7 @@ class CausalTask(CausalFields, Task):
         elif self.precomputes_teacher:
             teacher = self._top_k_at(rows)
         sums = self.build_token_loss(teacher, training)(
-            hidden, targets, partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
+            hidden, targets, partial(self.network.logits, params), self.network.arch.vocab_size, count_correct,
             not self.fast_kernels, weights, self.built_for)
         if load is None:
             return sums
@@ -132,8 +132,10 @@ class CausalTask(CausalFields, Task):
             prompts = [local["input_ids"][row][local["attention_mask"][row] > 0].tolist() for row in rows]
             if not prompts:
                 continue
+            further = {name: column[rows] for name, column in local.items() if name.startswith(PER_ROW)}
             answers = generate(self.network, weights.replica, prompts, self.generation, datamodule.codec.stop_token_ids,
-                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers)
+                               datamodule.tokenizer.pad_token_id, seed, local["index"][rows].tolist(), self.num_answers,
+                               further)
             inputs = {name: local[name][rows] for name in ("input_ids", "index")}
             outputs |= datamodule.outputs_by_index(inputs, answers)
         return outputs

@@ -106,7 +106,7 @@ class GRPO(GRPOFields, ReferencedTask):
         columns = {name: rows[name] for name in ("input_ids", "attention_mask", "token_seeds") if name in rows}
         hidden = network.hidden(params, columns, **options)
         return token_log_probs(hidden, shift_labels(rows["labels"]),
-                               lambda x: network.logits(params, x) / self.temperature, self.network.config.vocab_size,
+                               lambda x: network.logits(params, x) / self.temperature, self.network.arch.vocab_size,
                                not self.fast_kernels, self.built_for)
 
     def predict(self, params: Tree, rows: Rows) -> Array:

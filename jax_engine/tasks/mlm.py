@@ -26,7 +26,7 @@ class MLM(MLMFields, Task):
         hidden = self.network.hidden(params, rows, training)
         teacher = None if self.teacher_network is None else self.teacher_network.states(params, rows)
         return self.build_token_loss(teacher, training)(
-            hidden, rows["labels"], partial(self.network.logits, params), self.network.config.vocab_size, count_correct,
+            hidden, rows["labels"], partial(self.network.logits, params), self.network.arch.vocab_size, count_correct,
             plain=not self.fast_kernels, on=self.built_for)
 
     def predict(self, params: Tree, rows: dict[str, Array]) -> tuple[Array, Array]:

@@ -159,7 +159,7 @@ class Preference(PreferenceFields, ReferencedTask):
                 for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
         hidden = network.hidden(params, flat, **options)
         by_token = token_log_probs(hidden, shift_labels(flat["labels"]), lambda x: network.logits(params, x),
-                                   self.network.config.vocab_size, not self.fast_kernels, self.built_for)
+                                   self.network.arch.vocab_size, not self.fast_kernels, self.built_for)
         return by_token.sum(1).reshape(rows["labels"].shape[:2])
 
     def _reference_log_probs(self, params: Tree, rows: Rows) -> Array | None:

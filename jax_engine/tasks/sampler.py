@@ -31,7 +31,7 @@ def answers_at_once(network: Network, length: int, memory: float) -> int:
     """
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize
                 for leaf in jax.tree.leaves(jax.eval_shape(lambda: network.init_cache(1, length))))
-    logits = 4 * LOGITS_COPIES * network.config.vocab_size
+    logits = 4 * LOGITS_COPIES * network.arch.vocab_size
     return 1 << int(math.log2(max(MEMORY_FRACTION * memory / (cache + logits), 1)))
 
 

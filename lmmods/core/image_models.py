@@ -55,6 +55,13 @@ def has_other_parts(model: Any) -> bool:
     return model.config.model_type in IMAGE_FAMILIES
 
 
+def check_image_tokens(ids: list[int], expected: int) -> None:
+    """Raise UserError unless images have only the model's token in the tokenizer."""
+    if ids != [expected]:
+        raise UserError(f"model.images: images have the token {ids} in the tokenizer, but {expected} in the model. "
+                        "Use the model's own tokenizer.", "data.tokenizer")
+
+
 def image_token(config: Any) -> int:
     """Return the id of the token whose embeddings a network replaces by those of images."""
     token = getattr(config, "image_token_id", None)

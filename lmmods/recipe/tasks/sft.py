@@ -29,7 +29,7 @@ class SFTFields(TokenLossFields, CausalFields):
 
     Args:
         dft: Dynamic fine-tuning: weight each token's training loss by its probability. See docs/techniques.md.
-        images: Train a vision-language model on images and text (torch only). false trains its text model alone and
+        images: Train a vision-language model on images and text. false trains its text model alone and
             drops rows with images. See docs/images.md.
     """
 

@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lmmods.core.errors import UserError
-from lmmods.core.image_models import image_token, is_of_language_model
+from lmmods.core.image_models import check_image_tokens, image_token, is_of_language_model
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.sft import SFTFields
 from lmmods.rollouts.on_policy import make_on_policy
@@ -32,10 +32,7 @@ class SFT(SFTFields, CausalModule):
     def _add_images(self, data: DataModule) -> None:
         """Let the network see images. Raises UserError: the tokenizer or the strategy does not fit it."""
         self.model.further_inputs = ImageInputs(self.model)
-        ids, expected = data.codec.images.token_ids, image_token(self.model.config)
-        if ids != [expected]:
-            raise UserError(f"model.images: images have the token {ids} in the tokenizer, but {expected} in the model. "
-                            "Use the model's own tokenizer.", "data.tokenizer")
+        check_image_tokens(data.codec.images.token_ids, image_token(self.model.config))
         # A micro-batch without images gives other parts no gradient, for which DDP would wait.
         others = [name for name, param in self.model.named_parameters()
                   if param.requires_grad and not is_of_language_model(name)]
