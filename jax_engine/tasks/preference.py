@@ -16,12 +16,13 @@ from jax_engine.distributed.steps import Steps
 from jax_engine.distributed.tree import Tree
 from jax_engine.models.network import Network
 from jax_engine.tasks.base import Weights
+from jax_engine.tasks.image_task import ImageTask
 from jax_engine.tasks.reference import Reference, ReferencedTask
 from jax_engine.tasks.running import Run
 from lmmods.core.console import say
 from lmmods.core.errors import UserError
 from lmmods.core.hardware import Target
-from lmmods.core.labels import IGNORED
+from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.base import DataModule
 from lmmods.data.references import adopt_references, begin_references, reference_store
 from lmmods.data.store.references import COMPUTING, REFERENCE_LOGPS
@@ -83,7 +84,7 @@ _HOST = SimpleNamespace(log_sigmoid=lambda x: -np.logaddexp(0, -x), sigmoid=lamb
                         relu=lambda x: np.maximum(x, 0), log=np.log, expm1=np.expm1, where=np.where)
 
 
-class Preference(PreferenceFields, ReferencedTask):
+class Preference(PreferenceFields, ImageTask, ReferencedTask):
     """Train a causal LM to prefer the better answers; predict answers prompts.
 
     Rows are [N, answers, T]. For individually judged answers, the second one is another prompt's, for the KL baseline.
@@ -105,6 +106,7 @@ class Preference(PreferenceFields, ReferencedTask):
         return super().build(precision, datamodule, seed, abstract, on)
 
     def begin(self, run: Run) -> None:
+        super().begin(run)
         if self.reference_kind == "cache":
             cache_references(run)
 
@@ -157,6 +159,8 @@ class Preference(PreferenceFields, ReferencedTask):
         # [N, answers, T] -> [N * answers, T]: answers are independent rows for the network.
         flat = {name: rows[name].reshape(-1, rows[name].shape[-1])
                 for name in ("input_ids", "attention_mask", "labels", "token_seeds") if name in rows}
+        flat |= {name: jnp.repeat(values, rows["labels"].shape[1], 0) for name, values in rows.items()
+                 if name.startswith(PER_ROW)}
         hidden = network.hidden(params, flat, **options)
         by_token = token_log_probs(hidden, shift_labels(flat["labels"]), lambda x: network.logits(params, x),
                                    self.network.arch.vocab_size, not self.fast_kernels, self.built_for)
@@ -231,7 +235,8 @@ def _check(rows: Rows, num_dimensions: int) -> None:
 
 def _select_answers(rows: Rows, indices: slice) -> Rows:
     """Return the rows with these answers only."""
-    return {name: values[:, indices] if values.ndim > 1 else values for name, values in rows.items()}
+    return {name: values[:, indices] if values.ndim > 1 and not name.startswith(PER_ROW) else values
+            for name, values in rows.items()}
 
 
 def _baseline(numpy: Any, total: Any, weight: Any) -> Any:

@@ -47,7 +47,9 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
         if all_parts and name in config.sub_configs:
             raise UserError(f"model.config_overrides.{name}: fields of a part of a model cannot be overridden with "
                             "model.images. Remove it.", "model.config_overrides")
-    _check_fields(config, overrides or {}, "model.config_overrides")
+    for name, value in (overrides or {}).items():
+        owner, field = _find_field(config, name)
+        _check_fields(owner, {field: value}, "model.config_overrides")
     from huggingface_hub.errors import StrictDataclassError
 
     for name, value in (overrides or {}).items():
@@ -55,7 +57,7 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
             # Merged with the present value: setting the field alone would lose the model's `KEPT`.
             name, value = "rope_parameters", rope_with(config, name, value)
         try:
-            setattr(config, name, value)
+            setattr(*_find_field(config, name), value)
         except (StrictDataclassError, TypeError, ValueError) as error:
             raise UserError(f"model.config_overrides.{name}: {one_line(error)}") from error
     # Check after all fields are set, as each may be valid only together with the others.
@@ -64,9 +66,17 @@ def load_config(source: str | dict[str, Any], overrides: dict[str, Any] | None =
     return config
 
 
-def dropout_rates(config: "PreTrainedConfig") -> list[str]:
-    """Return the names of the configuration's dropout rates above 0."""
-    return [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
+def _find_field(config: Any, name: str) -> tuple[Any, str]:
+    """Return the configuration that has a field, and the field's name in it; `part.field` is a field of a part."""
+    part, _, field = str(name).rpartition(".")
+    return (getattr(config, part), field) if part in config.sub_configs else (config, name)
+
+
+def dropout_rates(config: "PreTrainedConfig", all_parts: bool = False) -> list[str]:
+    """Return the names of the configuration's dropout rates above 0, with `all_parts` also those of its parts."""
+    names = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
+    return names + [f"{part}.{name}" for part in (config.sub_configs if all_parts else ())
+                    for name in dropout_rates(getattr(config, part))]
 
 
 def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:

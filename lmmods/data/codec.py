@@ -169,6 +169,10 @@ class Codec(ABC):
         """
         return replace(collator, keys=(*self.batch_columns(sets), *added), side=self.side)
 
+    def fingerprint_files(self, rows: RowSet) -> str:
+        """Return a fingerprint of the contents of files that rows refer to, such as images. Default: of none."""
+        return ""
+
     def sequences_per_row(self, sets: Sequence[RowSet]) -> int:
         """Return how many sequences of a batch a training row is, such as the answers of a pair. Default: 1."""
         return 1

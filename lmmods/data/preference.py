@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lmmods.core.errors import UserError
@@ -21,7 +22,7 @@ from lmmods.data.read.preferences import (
 )
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationCodec, ConversationData, ConversationSettings
+from lmmods.data.sft import ConversationCodec, ConversationSettings, ImageCodec, ImageData
 from lmmods.data.store.references import REFERENCE_LOGPS
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.preference import PreferenceDataFields
@@ -32,7 +33,7 @@ class AnswersCodec(ConversationCodec):
 
     def read_all(self, record: dict[str, Any], info: dict[str, Any]) -> list[Judged]:
         """Return the answers of a record. Raises RowProblem."""
-        return read_answers(info["format"], record, self.settings.roles, self.settings.turn_fields)
+        return read_answers(record, partial(self.read, info=info))
 
     def list_texts(self, record: dict[str, Any], info: dict[str, Any]) -> list[str]:
         # The turns before both answers are there twice.
@@ -91,14 +92,19 @@ class PreferenceCodec(AnswersCodec):
                     return last["content"]
         return None
 
-    def select_prompt(self, record: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def select_prompt(record: dict[str, Any]) -> dict[str, Any]:
         return keep_chosen(record)
 
 
-class PreferenceData(PreferenceDataFields, ConversationData):
+class ImagePreferenceCodec(ImageCodec, PreferenceCodec):
+    """`PreferenceCodec` with images, which the answers of a row share."""
+
+
+class PreferenceData(PreferenceDataFields, ImageData):
     """Pairs of answers, or single ones with a label."""
 
-    codec_class = PreferenceCodec
+    codec_class, image_codec_class = PreferenceCodec, ImagePreferenceCodec
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:

@@ -36,7 +36,8 @@ def reference_store(data: PreferenceData, role: Role, network: dict[str, Any]) -
     # The second answer is another row's, selected by the seed and truncated to max_length.
     lent = {"seed": data.seed, "max_length": data.max_length} if answers == "mismatched" else {}
     key = fingerprint({"network": network, "answers": answers, **lent,
-                       "stores": [store.name for store in rows.stores], "rows": fingerprints.of_array(rows.selection)})
+                       "stores": [store.name for store in rows.stores],
+                       "files": data.codec.fingerprint_files(rows), "rows": fingerprints.of_array(rows.selection)})
     return ReferenceStore(cache_folder(data.cache_dir) / f"{REFERENCE}-{key}", (len(items), items.num_answers))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ class RewardCodec(NumbersCodec, AnswersCodec):
                 continue
             encoder = PreferenceEncoder(self.conversation_encoder(layout, prompts_only=False), "single")
             try:
-                encoded = encoder.encode([answers[index] for index in indices], _to_judged)
+                encoded = encoder.encode([answers[index] for index in indices],
+                                         partial(_to_judged, encoder.conversations))
             except RowError as error:
                 raise UserError(f"an answer cannot be encoded for scoring: {error.args[1]}") from error
             ids = encoded.columns["input_ids"]
@@ -177,9 +179,10 @@ class RewardData(RewardDataFields, ConversationData):
                 bos_token=self._tokenizer.bos_token or self.tokenizer.bos_token or self.tokenizer.cls_token)
 
 
-def _to_judged(answer: str | Conversation) -> list[Judged]:
-    """Return an answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty text."""
-    return [Judged(read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer, True)]
+def _to_judged(encoder: SFTEncoder, answer: str | Conversation) -> list[Judged]:
+    """Return an answer as `PreferenceEncoder` takes it. Raises RowProblem for an empty or invalid text."""
+    conversation = read_conversation("text", {"text": answer}, {}) if isinstance(answer, str) else answer
+    return [Judged(encoder.normalise(conversation), True)]
 
 
 def _name_of(row: dict[str, Any], index: int) -> str:

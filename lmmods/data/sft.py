@@ -37,6 +37,7 @@ from lmmods.data.read.images import FOLDER, checksum, images_of
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
 from lmmods.data.store.rows import PromptSet, RowSet
+from lmmods.recipe.images import ImageDataFields
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.recipe.tasks.sft import SFTDataFields, TrainOn
 
@@ -233,7 +234,8 @@ class ConversationCodec(Codec):
         messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         return replace(conversation, messages=[*messages, {"role": "assistant", "content": text.strip()}])
 
-    def select_prompt(self, record: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod  # for processes that prepare batches, which get the function alone
+    def select_prompt(record: dict[str, Any]) -> dict[str, Any]:
         """Return the record of a conversation to be answered. Default: the record."""
         return record
 
@@ -266,36 +268,20 @@ class ConversationData(ConversationFields, DataModule):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Supervised fine-tuning.
+# Conversations with images, shared by fine-tuning and preference optimisation.
+
+def read_messages(values: dict[str, Any], layout: str, select: Callable[[dict[str, Any]], dict[str, Any]],
+                  roles: dict[str, str], turn_fields: dict[str, str]) -> list[Message]:
+    """Return the turns of a row with their images. Raises RowProblem.
+
+    Args:
+        select: As `ConversationCodec.select_prompt`.
+    """
+    return read_conversation(layout, select(values), roles, turn_fields, reads_images=True).messages
 
 
-class SFTSettings(SFTDataFields, ConversationSettings):
-    """See `Settings`."""
-
-    train_on: TrainOn
-
-
-class SFTCodec(ConversationCodec):
-    """Conversations with chosen turns as targets; one row of a batch is one conversation."""
-
-    settings: SFTSettings
-
-    def __init__(self, settings: SFTSettings, *arguments: Any) -> None:
-        super().__init__(settings, *arguments)
-        self.train_on, self.turns = settings.train_on, settings.turns
-
-    def encoding_settings(self) -> dict[str, Any]:
-        return {**super().encoding_settings(), "train_on": self.train_on, "turns": self.turns}
-
-
-def read_messages(values: dict[str, Any], layout: str, roles: dict[str, str], turn_fields: dict[str, str]
-                  ) -> list[Message]:
-    """Return the turns of a row with their images. Raises RowProblem."""
-    return read_conversation(layout, values, roles, turn_fields, reads_images=True).messages
-
-
-class ImageCodec(SFTCodec):
-    """SFT on conversations with images in turns that are no targets.
+class ImageCodec(ConversationCodec):
+    """Conversations with images in turns that are no targets. Abstract: a task's codec is its other base.
 
     Args:
         images: The model's processor.
@@ -304,7 +290,8 @@ class ImageCodec(SFTCodec):
         UserError: The model has no chat template, or the tokenizer writes images as text.
     """
 
-    def __init__(self, settings: SFTSettings, tokenizer: Any, model: ModelFacts, images: "ImageProcessor") -> None:
+    def __init__(self, settings: ConversationSettings, tokenizer: Any, model: ModelFacts, images: "ImageProcessor"
+                 ) -> None:
         super().__init__(settings, tokenizer, model)
         self.images = images
         if self._template_name() != "tokenizer":
@@ -348,18 +335,24 @@ class ImageCodec(SFTCodec):
 
     # From rows to batches
 
-    def _with_inputs(self, rows: RowSet) -> ImageSet:
-        read = partial(read_messages, roles=self.settings.roles, turn_fields=self.settings.turn_fields)
-        return ImageSet(rows, read, self.images)
+    def _with_inputs(self, items: Any, rows: RowSet) -> ImageSet:
+        read = partial(read_messages, select=self.select_prompt, roles=self.settings.roles,
+                       turn_fields=self.settings.turn_fields)
+        return ImageSet(items, rows, read, self.images)
 
     def make_items(self, rows: RowSet, by_source: bool) -> ImageSet:
-        return self._with_inputs(rows)
+        return self._with_inputs(super().make_items(rows, by_source), rows)
 
-    def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> Collate:
+    def fingerprint_files(self, rows: RowSet) -> str:
+        checksums = [fingerprints.of_array(values) for store in rows.stores
+                     for values, _ in store.lists("image_checksums")]
+        return fingerprints.combine_fingerprints(checksums)
+
+    def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> ImageCollator:
         return ImageCollator(super().make_collator(collator, sets, added), self.images.family)
 
     def make_prompts(self, rows: RowSet) -> PromptSet:
-        return PromptSet(self._with_inputs(rows), self.prompt_of)
+        return PromptSet(self._with_inputs(rows, rows), self.prompt_of)
 
     def prompt_of(self, row: dict[str, Any]) -> dict[str, Any]:
         return {**row, **super().prompt_of(row)}
@@ -424,10 +417,10 @@ def _without_bytes(value: Any) -> Any:
     return f"data: {len(value)} characters" if is_long_url else value
 
 
-class SFTData(SFTDataFields, ConversationData):
-    """Conversations for supervised fine-tuning."""
+class ImageData(ImageDataFields, ConversationData):
+    """Conversations that may have images. Abstract: a task names the codec for these, too."""
 
-    codec_class = SFTCodec
+    image_codec_class: type[ImageCodec]
     _images: "ImageProcessor | None" = None
 
     def connect(self, *, image_model: tuple[str, str] | None = None, **settings: Any) -> None:
@@ -454,13 +447,46 @@ class SFTData(SFTDataFields, ConversationData):
     def make_codec(self) -> Codec:
         if self._images is None:
             return super().make_codec()
-        return ImageCodec(cast(SFTSettings, self), self.tokenizer, self._model, self._images)
+        return self.image_codec_class(cast(ConversationSettings, self), self.tokenizer, self._model, self._images)
 
     def identity(self) -> dict[str, Any]:
         if self._images is None:
             return super().identity()
         state = json.dumps(self._images.state(), sort_keys=True, default=str)
         return {**super().identity(), "images": fingerprints.combine_fingerprints([state])}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Supervised fine-tuning.
+
+
+class SFTSettings(SFTDataFields, ConversationSettings):
+    """See `Settings`."""
+
+    train_on: TrainOn
+
+
+class SFTCodec(ConversationCodec):
+    """Conversations with chosen turns as targets; one row of a batch is one conversation."""
+
+    settings: SFTSettings
+
+    def __init__(self, settings: SFTSettings, *arguments: Any) -> None:
+        super().__init__(settings, *arguments)
+        self.train_on, self.turns = settings.train_on, settings.turns
+
+    def encoding_settings(self) -> dict[str, Any]:
+        return {**super().encoding_settings(), "train_on": self.train_on, "turns": self.turns}
+
+
+class ImageSFTCodec(ImageCodec, SFTCodec):
+    """`SFTCodec` with images."""
+
+
+class SFTData(SFTDataFields, ImageData):
+    """Conversations for supervised fine-tuning."""
+
+    codec_class, image_codec_class = SFTCodec, ImageSFTCodec
 
     @classmethod
     def recognise(cls, row: Row) -> str | None:

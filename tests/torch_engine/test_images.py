@@ -279,7 +279,7 @@ def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(a
     run("fit", *arguments(tmp_path / "run", "gemma3", **{"model.images": False, "data.batch_size": 1}))
     report = json.loads(RunFolder(tmp_path / "run").data_report.read_text())
     [source] = report["sources"].values()
-    assert source["dropped"] == {"a turn has an image, which only SFT with model.images reads": {
+    assert source["dropped"] == {"a turn has an image, which only SFT and Preference read, with model.images": {
         "rows": 10, "first": [f"{tmp_path}/rows/rows.jsonl:{line}" for line in (1, 2, 4)]}}
 
 

@@ -23,24 +23,25 @@ INPUTS = "image_inputs"  # key of an item
 
 
 class ImageSet(Dataset):
-    """Rows with the network's inputs from their images. Item -1 is None, a padding row.
+    """Items with the network's inputs from the images of their rows. Item -1 is None, a padding row.
 
     Args:
-        rows: Rows with the columns of `ImageEncoder`.
+        items: Items with the columns of `ImageEncoder`, one for each of `rows`.
         read: Returns the turns of a row as read, from its values and its layout.
         images: The model's processor.
     """
 
-    def __init__(self, rows: RowSet, read: Callable[[dict[str, Any], str], list[Message]], images: "ImageProcessor"
-                 ) -> None:
-        self.rows, self._read, self._images = rows, read, images
-        self.lengths, self.truncated = rows.lengths, rows.truncated
+    def __init__(self, items: Any, rows: RowSet, read: Callable[[dict[str, Any], str], list[Message]],
+                 images: "ImageProcessor") -> None:
+        self.items, self.rows, self._read, self._images = items, rows, read, images
+        self.lengths, self.truncated = items.lengths, items.truncated
+        self.tokens, self.num_answers = getattr(items, "tokens", items.lengths), getattr(items, "num_answers", 1)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
-        row = self.rows[index]
+        row = self.items[index]
         if row is None or not len(row["images"]):
             return row
         values, info = self.rows.source_row(row["index"]), self.rows.info(row["index"])

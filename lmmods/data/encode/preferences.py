@@ -12,6 +12,7 @@ from lmmods.data.encode.conversations import SFTEncoder, Truncation, drop_fewest
 from lmmods.data.encode.encoder import Encoded, Ragged
 from lmmods.data.encode.templates import RenderedRow
 from lmmods.data.read.conversation import Conversation, Message, RowProblem
+from lmmods.data.read.images import images_of
 from lmmods.data.read.preferences import Answers, Judged, keep_chosen, read_answers
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids, and the response number of each
@@ -49,11 +50,10 @@ class PreferenceEncoder:
         encoder = self.conversations
         if encoder.prompts_only:
             return encoder([keep_chosen(row) for row in rows])
-        return self.encode(rows, lambda row: read_answers(encoder.dataset_format, row, encoder.roles,
-                                                          encoder.turn_fields))
+        return self.encode(rows, lambda row: read_answers(row, encoder.conversation))
 
     def encode(self, rows: Iterable[Any], read: Callable[[Any], list[Judged]]) -> Encoded:
-        """Encode rows of any type; `read` converts each to conversations or raises RowProblem."""
+        """Encode rows of any type; `read` converts each to prepared conversations or raises RowProblem."""
         counts: Counter = Counter()
         pairs: list[_Row] = []
         problems: dict[int, str] = {}
@@ -84,21 +84,20 @@ class PreferenceEncoder:
             return np.array(values, dtype)
 
         return {
-            "input_ids": Ragged.from_lists([np.concatenate([ids for ids, _ in tokens]) for _, tokens, *_ in usable]),
-            "labels": Ragged.from_lists([np.concatenate([labels for _, labels in tokens]) for _, tokens, *_ in usable]),
-            "chosen_length": to_array([len(tokens[0][0]) for _, tokens, *_ in usable]),
-            "prompt_length": to_array([prompt for _, _, prompt, _ in usable]),
+            "input_ids": Ragged.from_lists([np.concatenate([ids for ids, _ in row]) for _, _, row, *_ in usable]),
+            "labels": Ragged.from_lists([np.concatenate([labels for _, labels in row]) for _, _, row, *_ in usable]),
+            "chosen_length": to_array([len(row[0][0]) for _, _, row, *_ in usable]),
+            "prompt_length": to_array([prompt for *_, prompt, _ in usable]),
             "desirable": to_array([row.is_wanted for row, *_ in usable]),
             "weight": to_array([row.rendered[0].conversation.weight for row, *_ in usable], np.float32),
             "truncated": to_array([removed for *_, removed in usable]),
+            **self.conversations.further_columns([conversation for _, conversation, *_ in usable]),
         }
 
     # Conversations
 
     def _render(self, judged_answers: list[Judged], index: int, counts: Counter) -> list[_Row]:
         """Return the batch rows that a row's answers become. Raises RowProblem."""
-        judged_answers = [Judged(self.conversations.normalise(conversation), is_wanted)
-                          for conversation, is_wanted in judged_answers]
         counted: set[str] = set()
         for conversation, _ in judged_answers:  # count an unused key once per row, not per answer
             conversation.unused = tuple(key for key in conversation.unused if key not in counted)
@@ -136,15 +135,19 @@ class PreferenceEncoder:
         counts.update(encoder.text.count_spelled(runs))
         return encoder.text.encode_rows(runs, encoder.renderer.separate_responses)
 
-    def _apply_limits(self, row: _Row, tokens: list[Tokens], counts: Counter) -> tuple[list[Tokens], int, int]:
-        """Return ids and labels of each answer within the limits, the prompt length, and the number of removed tokens.
+    def _apply_limits(self, row: _Row, tokens: list[Tokens], counts: Counter
+                      ) -> tuple[Conversation, list[Tokens], int, int]:
+        """Return what is left of a row within the limits.
+
+        This is the first answer's conversation, ids and labels of each answer, the prompt length, and the number of
+        removed tokens.
 
         Raises:
             RowProblem: The row cannot be used.
         """
-        before = sum(len(ids) for ids, _ in tokens)
+        before, conversation = sum(len(ids) for ids, _ in tokens), row.rendered[0].conversation
         if self.conversations.limits.on_overflow == "truncate_turns" and not all(map(self._is_within_limits, tokens)):
-            tokens = self._with_fewer_turns(row.rendered)
+            conversation, tokens = self._with_fewer_turns(row.rendered)
         removed = [self.conversations.truncation(prompt, len(ids) - prompt, row.row_index)
                    for (ids, _), prompt in zip(tokens, map(_prompt_length, tokens), strict=True)]
         # Both answers must follow the same prompt, so the longer one decides its truncation; ends are separate.
@@ -161,7 +164,7 @@ class PreferenceEncoder:
         counts["rows_cut"] += num_lost > 0
         counts["tokens_cut"] += num_lost
         # If a prompt opens a tag such as <think> that one answer lacks, that answer starts earlier.
-        return labelled, min(map(_prompt_length, shortened)), num_lost
+        return conversation, labelled, min(map(_prompt_length, shortened)), num_lost
 
     def _is_within_limits(self, tokens: Tokens) -> bool:
         prompt = _prompt_length(tokens)
@@ -170,7 +173,7 @@ class PreferenceEncoder:
     def _truncate(self, tokens: Tokens, removed: Truncation) -> Tokens:
         return self.conversations.shorten(*tokens, _prompt_length(tokens), removed) if any(removed) else tokens
 
-    def _with_fewer_turns(self, rendered: list[RenderedRow]) -> list[Tokens]:
+    def _with_fewer_turns(self, rendered: list[RenderedRow]) -> tuple[Conversation, list[Tokens]]:
         """Drop as few of the prompt's oldest exchanges as the longer answer needs.
 
         Raises:
@@ -183,20 +186,23 @@ class PreferenceEncoder:
                             if message["role"] == "assistant" and message.get("scored", True))
         starts = [index for index in range(start + 1, first_answer) if messages[index]["role"] == "user"]
 
-        def encode_from(first: int) -> list[Tokens] | None:
-            encoded = self._from_turn(conversations, start, first)
-            return encoded if encoded is not None and all(map(self._is_within_limits, encoded)) else None
+        def encode_from(first: int) -> tuple[Conversation, list[Tokens]] | None:
+            shorter, encoded = self._from_turn(conversations, start, first)
+            return (shorter, encoded) if encoded and all(map(self._is_within_limits, encoded)) else None
 
         return drop_fewest_turns(starts, encode_from)
 
-    def _from_turn(self, conversations: list[Conversation], start: int, first: int) -> list[Tokens] | None:
-        """Return the answers with the system turn and the turns from `first` on; None if a template splits them."""
+    def _from_turn(self, conversations: list[Conversation], start: int, first: int
+                   ) -> tuple[Conversation, list[Tokens]]:
+        """Return the first answer's conversation with the system turn and the turns from `first` on, and the tokens of
+        all answers; none if a template splits them.
+        """
         shorter = [replace(conversation, messages=[*conversation.messages[:start],
                                                    *conversation.messages[first:]]) for conversation in conversations]
         rows = [self.conversations.renderer.rows(conversation, "all") for conversation in shorter]
         if any(len(row) != 1 for row in rows):
-            return None
-        return self._encode_all([row[0] for row in rows], Counter())  # what is spelled has been counted
+            return shorter[0], []
+        return shorter[0], self._encode_all([row[0] for row in rows], Counter())  # what is spelled has been counted
 
 
 def _prompt_length(tokens: Tokens) -> int:
@@ -215,6 +221,8 @@ def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
     ends = [messages[shared]["role"] if shared < len(messages) else None for messages in (chosen, rejected)]
     if ends != ["assistant", "assistant"]:
         raise RowProblem("the two conversations differ before the answer")
+    if images_of(chosen) != images_of(rejected):
+        raise RowProblem("the two answers have different images")
     return shared
 
 

@@ -1,12 +1,12 @@
 """Rows of preferences: pairs of answers, lists of answers with scores, and single answers with a label."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from lmmods.core.errors import UserError
 from lmmods.data.read.cells import Values, is_blank, parse
 from lmmods.data.read.conversation import Conversation, RowProblem
-from lmmods.data.read.formats import PROMPTS, detect_format, format_of, read_conversation
-from lmmods.data.read.turns import Roles
+from lmmods.data.read.formats import PROMPTS, detect_format, format_of
 
 # Content of a row of batches: a pair; one answer; or one answer and that of another row.
 Answers = Literal["pair", "single", "mismatched"]
@@ -81,16 +81,18 @@ def keep_chosen(row: Values) -> Values:
     return {name: value for name, value in row.items() if name != "rejected" and name != label_of(row)}
 
 
-def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, str] | None = None) -> list[Judged]:
-    """Return the answers of a row: a wanted and an unwanted one, or a single one. Arguments as in `read_conversation`.
+def read_answers(row: Values, read: Callable[[Values], Conversation]) -> list[Judged]:
+    """Return the answers of a row: a wanted and an unwanted one, or a single one.
+
+    Args:
+        read: Converts a row with one answer to a conversation. Raises RowProblem.
 
     Raises:
         RowProblem: The row has no usable answers.
-        UserError: The layout is unknown.
     """
     if (label := label_of(row)) is not None and _answers_column(row) is None:
         rest = {name: value for name, value in row.items() if name not in LABELS}
-        return [Judged(read_conversation(layout, rest, roles, turn_fields), _is_wanted(row[label], label))]
+        return [Judged(read(rest), _is_wanted(row[label], label))]
     if "rejected" not in row and (column := _answers_column(row)) is not None:
         row = _best_and_worst(row, column)
     for name in ("chosen", "rejected"):
@@ -98,8 +100,7 @@ def read_answers(layout: str, row: Values, roles: Roles, turn_fields: dict[str, 
             raise RowProblem(f"{name} is empty or missing")
     rest = {name: value for name, value in row.items() if name != "rejected"}
     # Each answer is read as the chosen one, so both are converted alike.
-    chosen, rejected = (read_conversation(layout, {**rest, "chosen": row[name]}, roles, turn_fields)
-                        for name in ("chosen", "rejected"))
+    chosen, rejected = (read({**rest, "chosen": row[name]}) for name in ("chosen", "rejected"))
     return [Judged(chosen, True), Judged(rejected, False)]
 
 

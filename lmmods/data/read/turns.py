@@ -43,7 +43,7 @@ SHOWN = {"image": "an image", "image_url": "an image", "input_image": "an image"
          "audio_url": "audio", "input_audio": "audio", "video": "a video", "video_url": "a video", "file": "a file",
          "input_file": "a file", "document": "a file"}
 UNSUPPORTED = "which this task does not support"
-UNSUPPORTED_IMAGE = "which only SFT with model.images reads"
+UNSUPPORTED_IMAGE = "which only SFT and Preference read, with model.images"
 
 
 @cache

@@ -184,7 +184,8 @@ def _make_source(draft: Draft, name: str, info: dict[str, Any], size: int | None
     if is_text and declared.get("prompt"):
         columns = {declared["prompt"]: "text"} if declared["prompt"] != "text" else {}
     if {"images", "videos", "audios"} & declared.keys():
-        draft.lose(f"dataset {name}: images, videos, audios", "of these, SFT reads images only: docs/images.md")
+        draft.lose(f"dataset {name}: images, videos, audios",
+                   "of these, SFT and Preference read images only: docs/images.md")
     _take_tags(draft, entry.get("tags", {}))
     options = {key: entry[column] for key, column in (("name", "subset"), ("split", "split"))
                if entry.get(column) and not file}

@@ -335,7 +335,7 @@ class TaskFields:
         explicit = {*overrides, *(self.config if isinstance(self.config, dict) else {})}
         config = load_config(self._pretrained_or_config, overrides, self.revision, self.trust_remote_code,
                              all_parts=self.all_parts)
-        return {**{name: 0.0 for name in dropout_rates(config) if name not in explicit}, **overrides}
+        return {**{name: 0.0 for name in dropout_rates(config, self.all_parts) if name not in explicit}, **overrides}
 
     @property
     def _pretrained_or_config(self) -> str | dict[str, Any]:

@@ -7,11 +7,12 @@ from lmmods.core.errors import UserError
 from lmmods.core.markdown import code
 from lmmods.core.preference_losses import GAMMA, PreferenceLoss
 from lmmods.core.settings import require
-from lmmods.recipe.tasks.base import CausalFields, ConversationFields, Usual
+from lmmods.recipe.images import ImageDataFields, ImageFields
+from lmmods.recipe.tasks.base import Usual
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PreferenceFields(CausalFields):
+class PreferenceFields(ImageFields):
     """Train a causal LM to prefer answers to others; predict generates answers.
 
     Args:
@@ -95,7 +96,7 @@ class PreferenceFields(CausalFields):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PreferenceDataFields(ConversationFields):
+class PreferenceDataFields(ImageDataFields):
     """Pairs of answers, or single labelled answers; one row of a batch is a pair or an answer.
 
     Args:

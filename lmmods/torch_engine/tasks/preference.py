@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmmods.core.labels import PER_ROW
 from lmmods.recipe.tasks.preference import PreferenceFields
 from lmmods.torch_engine.nn.lm_head import causal_logps
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums
 from lmmods.torch_engine.nn.micro_batches import gather, split_rows, sum_over_processes
 from lmmods.torch_engine.nn.reference import Reference, cache_references, eval_mode
 from lmmods.torch_engine.tasks.base import WeightedMean
-from lmmods.torch_engine.tasks.causal_task import CausalModule
+from lmmods.torch_engine.tasks.image_module import ImageModule
 
 OPERATIONS = SimpleNamespace(log_sigmoid=F.logsigmoid, sigmoid=torch.sigmoid, relu=torch.relu, log=torch.log,
                              expm1=torch.expm1, where=torch.where)
 
 
-class Preference(PreferenceFields, CausalModule):
+class Preference(PreferenceFields, ImageModule):
     """Train a causal LM to prefer some answers to others; predict generates answers."""
 
     measures_experts = False
@@ -93,6 +94,8 @@ class Preference(PreferenceFields, CausalModule):
         shape = batch["labels"].shape[:2]
         # [B, A, T] -> [B * A, T]
         rows = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "labels")}
+        rows |= {name: values.repeat_interleave(shape[1], 0) for name, values in batch.items()
+                 if name.startswith(PER_ROW)}
         if self.context_parallel is None:
             logps, lengths = causal_logps(self.model, self.head, rows, self.built_for)
         else:
@@ -178,4 +181,5 @@ def _clamped_mean(total: Tensor, weight: Tensor) -> Tensor:
 
 def _select_answers(batch: dict[str, Tensor], indices: slice) -> dict[str, Tensor]:
     """Return the rows with only the answers at `indices`."""
-    return {name: values[:, indices] if values.ndim > 1 else values for name, values in batch.items()}
+    return {name: values[:, indices] if values.ndim > 1 and not name.startswith(PER_ROW) else values
+            for name, values in batch.items()}
