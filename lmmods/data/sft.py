@@ -340,7 +340,7 @@ class ImageCodec(ConversationCodec):
                        turn_fields=self.settings.turn_fields)
         return ImageSet(items, rows, read, self.images)
 
-    def make_items(self, rows: RowSet, by_source: bool) -> ImageSet:
+    def make_items(self, rows: RowSet, by_source: bool) -> Any:
         return self._with_inputs(super().make_items(rows, by_source), rows)
 
     def fingerprint_files(self, rows: RowSet) -> str:
@@ -348,7 +348,7 @@ class ImageCodec(ConversationCodec):
                      for values, _ in store.lists("image_checksums")]
         return fingerprints.combine_fingerprints(checksums)
 
-    def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> ImageCollator:
+    def make_collator(self, collator: Collator, sets: Sequence[RowSet], added: Sequence[str] = ()) -> Any:
         return ImageCollator(super().make_collator(collator, sets, added), self.images.family)
 
     def make_prompts(self, rows: RowSet) -> PromptSet:

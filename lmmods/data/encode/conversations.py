@@ -95,7 +95,7 @@ class SFTEncoder:
     turn_fields: dict[str, str] = field(default_factory=dict)
     prompts_only: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
-    never_targets: tuple[int, ...] = ()
+    never_targets: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Encoded:
         """Columns `input_ids`, `labels`, `weight`, `prompt_length`, `truncated`.

@@ -19,12 +19,12 @@ class Picture(NamedTuple):
     """What tokens need to know of an image.
 
     Args:
-        index: Its number among the images of the row.
+        number: Its number among the images of the row.
         size: Width and height in pixels.
         checksum: Of its file.
     """
 
-    index: int
+    number: int
     size: tuple[int, int]
     checksum: int
 
@@ -56,12 +56,12 @@ class ImageEncoder(SFTEncoder):
         pictures = []
         for image in message["images"]:
             data = read_bytes(image.source, folder)
-            pictures.append(Picture(image.index, decode_image(data, self.images.max_pixels).size, checksum(data)))
+            pictures.append(Picture(image.number, decode_image(data, self.images.max_pixels).size, checksum(data)))
         return {**message, "images": pictures}
 
     def further_columns(self, conversations: list[Conversation]) -> dict[str, Any]:
         pictures = [images_of(conversation.messages) for conversation in conversations]
-        return {"images": _ragged([[picture.index for picture in row] for row in pictures]),
+        return {"images": _ragged([[picture.number for picture in row] for row in pictures]),
                 "image_checksums": _ragged([[picture.checksum for picture in row] for row in pictures])}
 
 

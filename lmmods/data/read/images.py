@@ -37,11 +37,11 @@ class ImageReference(NamedTuple):
     """An image of a row.
 
     Args:
-        index: Its number among the images of the row.
+        number: Its number among the images of the row.
         source: Path in the folder of the row's file, data: URL, or the bytes of an image file.
     """
 
-    index: int
+    number: int
     source: str | bytes
 
 
@@ -114,8 +114,8 @@ def place_images(messages: list[Message], column: list[Any]) -> None:
         raise RowProblem("the row has more images than places for them")
 
 
-def images_of(messages: list[Message]) -> list[ImageReference]:
-    """Return the images of turns in order."""
+def images_of(messages: list[Message]) -> list[Any]:
+    """Return the images of turns in order: `ImageReference` as read, `Picture` once an encoder has opened them."""
     return [image for message in messages for image in message.get("images", ())]
 
 

@@ -164,9 +164,12 @@ def repeat_by_weight(rows: RowSet, weights: list[float], seed: int) -> RowSet:
 
 
 class PromptSet(Dataset):
-    """Prompts built by `prompt_of` from kept rows. Item -1 is None, a padding row."""
+    """Prompts built by `prompt_of` from kept rows, or from another dataset of them with `lengths`.
 
-    def __init__(self, rows: RowSet, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    Item -1 is None, a padding row.
+    """
+
+    def __init__(self, rows: Any, prompt_of: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._rows, self._prompt_of = rows, prompt_of
         self.lengths = rows.lengths
 
