@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Idefics3Config
 
 TRAIN_ROWS, HELD_OUT_ROWS, QUESTIONS = 3_000, 200, 6
 CELL, CELLS = 12, 3  # pixels of a cell, cells in a row of a picture
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 205, 50)}
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
 SHAPES = ("circle", "square", "triangle")
 TOKENS = ["<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"]
 TEMPLATE = """<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}:
@@ -62,7 +62,7 @@ def ask(things: Things, rng: Random) -> tuple[str, str]:
 def make_row(rng: Random, num_questions: int, used: set[str]) -> dict:
     """Return a conversation about a new picture."""
     while True:
-        cells = rng.sample(range(CELLS**2), rng.randint(1, 5))
+        cells = rng.sample(range(CELLS**2), rng.randint(1, 4))
         kinds = [(rng.choice(list(COLOURS)), rng.choice(SHAPES)) for _ in range(3)]
         things = {cell: rng.choice(kinds) for cell in sorted(cells)}
         if (picture := draw(things)) not in used:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 import transformers
+import transformers.models.smolvlm.processing_smolvlm as processing_smolvlm
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -83,6 +85,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                     "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]]},
                         "arguments": {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}},
 }
+FAMILIES["smolvlm"] = FAMILIES["idefics3"] | {
+    "processor": "SmolVLMProcessor", "image_processor": "SmolVLMImageProcessorPil",
+    "options": {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}}
+FAMILIES["qwen2_vl"] = FAMILIES["qwen2_5_vl"] | {
+    "processor": "Qwen2VLProcessor", "config": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": {
+        "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+        "spatial_merge_size": 2, "mlp_ratio": 2}}}
+if processing_smolvlm.num2words is None:  # a package that spells numbers in texts about videos
+    processing_smolvlm.num2words = str
 
 
 def make_processor(family: str) -> Any:
@@ -97,7 +108,8 @@ def make_processor(family: str) -> Any:
     cls = getattr(transformers, fields["processor"])
     # transformers itself requires all parts.
     without_video = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda self, name, argument: None})
-    parts = {"video_processor": None} if "video_processor" in cls.get_attributes() else {}
+    video = SimpleNamespace(num_frames=None, fps=None) if family == "smolvlm" else None  # which it reads in any case
+    parts = {"video_processor": video} if "video_processor" in cls.get_attributes() else {}
     image_processor = getattr(transformers, fields["image_processor"])(**fields["options"])
     return without_video(image_processor=image_processor, tokenizer=tokenizer, chat_template=fields["template"],
                          **parts, **fields.get("arguments", {}))
@@ -113,7 +125,7 @@ def save_vision_model(family: str, folder: Path) -> Any:
                               "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     key = "image_token_index" if family in ("gemma3", "llava_onevision") else "image_token_id"
     config |= {key: image, "pad_token_id": tokenizer.pad_token_id}
-    if family in ("qwen2_5_vl", "qwen3_vl"):
+    if family.startswith("qwen"):
         config |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
             ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"))}
     if family == "llava_onevision":

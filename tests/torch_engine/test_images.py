@@ -1,13 +1,15 @@
 """Training on images on torch: losses, gradients and generation against transformers' own models, and whole runs."""
 
 import csv
+import inspect
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoModelForImageTextToText, GenerationConfig, pipeline
 
 from lmmods.cli import main
 from lmmods.core.image_models import image_token, is_of_language_model
@@ -21,9 +23,9 @@ from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
-from tests.vision_models import FAMILIES, make_processor, save_vision_model
+from tests.vision_models import FAMILIES, make_processor, picture, save_vision_model
 
-ROWS = [turns([text(f"question {index} "), *images], f"answer {index % 4}") for index, images in enumerate(
+ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
 
 
@@ -61,8 +63,6 @@ def processed(family, tmp_path, conversations, side="right", **options):
 
 
 def accepted(model, inputs):
-    import inspect
-
     return {name: value for name, value in inputs.items() if name in inspect.signature(model.forward).parameters}
 
 
@@ -132,6 +132,28 @@ def test_answers_are_those_of_transformers(family, model_folder, tmp_path):
     assert torch.equal((record.logps[:, 0] - blank.logps[:, 0]).abs() > 1e-4, has_images)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_searches_see_the_images_of_their_rows(family, model_folder, tmp_path):
+    """Beam search is transformers'. Contrastive search among one candidate is greedy."""
+    folder = model_folder(family)
+    data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
+    data.sets["predict"] = data.sets["train"]
+    batch = next(iter(data.predict_dataloader()))
+    model = build(folder, data).eval()
+    ids, mask, further = batch["input_ids"], batch["attention_mask"], model.further_inputs(batch)
+
+    def settings(**options):
+        return GenerationConfig(max_new_tokens=8, pad_token_id=data.tokenizer.pad_token_id, **options)
+
+    with torch.no_grad():
+        greedy = generate(model, ids, mask, settings(do_sample=False), **further)
+        assert torch.equal(generate(model, ids, mask, settings(penalty_alpha=0.5, top_k=1), **further), greedy)
+        beams = generate(model, ids, mask, settings(num_beams=3), **further)
+        expected = AutoModelForImageTextToText.from_pretrained(folder).eval().generate(
+            input_ids=ids, attention_mask=mask, generation_config=settings(num_beams=3), **further)
+    assert torch.equal(beams, expected)
+
+
 # ---- whole runs ----
 
 @pytest.fixture
@@ -164,7 +186,8 @@ def saved(root) -> dict[str, torch.Tensor]:
     return load_file(RunFolder(root).resolve("last") / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "llava_onevision", "qwen2_5_vl"))])
 def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
     """With the whole model in training, and rows of zero to three images."""
     results = []
@@ -191,9 +214,8 @@ def test_a_resumed_run_ends_with_the_same_bits(arguments, tmp_path):
     assert all(torch.equal(value, saved(tmp_path / "whole")[name]) for name, value in saved(tmp_path / "again").items())
 
 
-def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
-    from transformers import pipeline
-
+def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path, monkeypatch):
+    """The code of its card runs, too."""
     root = tmp_path / "run"
     run("fit", *arguments(root, **{"data.image_options": {"max_image_size": {"longest_edge": 16}, "do_resize": True}}))
     model = RunFolder(root).model
@@ -204,6 +226,9 @@ def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
     predictions = [json.loads(line) for line in RunFolder(root).predictions.read_text().splitlines()]
     assert predictions[0]["prediction"] == answer[0]["generated_text"].strip()
     card = (model / "README.md").read_text()
+    monkeypatch.chdir(model)
+    picture(0).save("picture.png")
+    exec(re.search("```python\n(.*?)```", card, re.S)[1], {})
     assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(name)" in card
     vision = {name: value for name, value in load_file(model / "model.safetensors").items()
               if not is_of_language_model(name)}
@@ -211,7 +236,8 @@ def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path):
     assert len(vision) > 10 and all(torch.equal(value, base[name]) for name, value in vision.items())
 
 
-@pytest.mark.parametrize(("family", "quantize"), [("idefics3", None), ("gemma3", "nf4")])
+@pytest.mark.parametrize(("family", "quantize"), [
+    ("idefics3", None), pytest.param("gemma3", "nf4", marks=pytest.mark.slow)])
 def test_an_adapter_is_loaded_by_peft_and_merged(arguments, family, quantize, model_folder, tmp_path):
     from peft import PeftModel
 
@@ -260,3 +286,40 @@ def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(a
 def test_the_jax_engine_rejects_images(arguments, tmp_path, capsys):
     assert main(["fit", *arguments(tmp_path / "run"), "--engine", "jax"]) != 0
     assert "model.images is true, but must be false with engine jax" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(arguments, tmp_path):
+    from tests.forks import together
+
+    keys = {"data.val_size": 3, "trainer.limit_val_batches": 1.0}
+    run("fit", *arguments(tmp_path / "one", "qwen3_vl", **keys, **{"trainer.accumulate_grad_batches": 2}))
+    together(["fit", *arguments(tmp_path / "two", "qwen3_vl", **keys, **{
+        "trainer.devices": 2, "trainer.strategy": "ddp"})])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for name, weight in saved(tmp_path / "two").items():
+        torch.testing.assert_close(weight, saved(tmp_path / "one")[name], rtol=1e-4, atol=1e-5)
+    [output] = together(["fit", *arguments(tmp_path / "all", "qwen3_vl", **{
+        "trainer.devices": 2, "trainer.strategy": "ddp", "model.trainable_parameters": [""]})], status=2)
+    assert "on several devices only the language model can" in output
+    [output] = together(["fit", *arguments(tmp_path / "fsdp", "qwen3_vl", **{
+        "trainer.devices": 2, "trainer.strategy": "fsdp"})], status=2)
+    assert "FSDP2 cannot be combined with model.images" in output
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["read", "outlined"])
+def test_only_the_language_model_is_quantised(model_folder, abstract):
+    from lmmods.torch_engine.nn.loading import load_pretrained
+
+    for family in ("gemma3", "qwen3_vl"):
+        model = load_pretrained(AutoModelForImageTextToText, str(model_folder(family)), quantize="nf4", frozen=True,
+                                all_parts=True, abstract=abstract)
+        quantised = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+        assert quantised == {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+                             and is_of_language_model(name) and name != "lm_head"} and len(quantised) == 2 * 7
+
+
+def test_samples_and_text_prompts_work_during_training(arguments, tmp_path):
+    run("fit", *arguments(tmp_path / "run", "gemma3", **{
+        "samples.prompts": ["What is this?"], "samples.every_n_steps": 3, "samples.max_new_tokens": 4}))
+    assert any((tmp_path / "run").rglob("*samples*"))

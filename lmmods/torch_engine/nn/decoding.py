@@ -50,6 +50,8 @@ LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay fi
 # Outputs of a step that are inputs of the next: the cache (`past_key_values` before transformers 5.24), and states of
 # RWKV and XLNet.
 CARRIED = ("cache", "past_key_values", "state", "mems")
+# Images that `generate` has encoded before its first step. Rows of the same tokens may have different ones.
+ENCODED = "mm_encoder_outputs"
 # Inputs with a column per token, and functions from the last column to a new token's column.
 COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_mask": torch.ones_like, "position_ids": lambda last: last + 1, "token_type_ids": torch.clone,
@@ -212,8 +214,9 @@ def _is_separable(model: nn.Module, size: int, processors: LogitsProcessorList, 
         reason = "this model's state has an unknown form"
     elif unknown := [type(processor).__name__ for processor in processors if type(processor) not in BY_ROW]:
         reason = f"{', '.join(unknown)} may need all rows"
-    elif any(torch.is_tensor(value) and (name not in COLUMNS or value.shape[0] != size or value.ndim != 2)
-             for name, value in kwargs.items()):
+    elif kwargs.get(ENCODED) or any(
+            torch.is_tensor(value) and (name not in COLUMNS or value.shape[0] != size or value.ndim != 2)
+            for name, value in kwargs.items()):
         reason = "this model has inputs that do not belong to rows"
     else:
         return True
