@@ -29,7 +29,8 @@ from tests.vision_models import FAMILIES, make_processor, save_vision_model
 PROMPTS = [turns([text(f"question {index} "), *images]) for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
 ROWS = [{"prompt": prompt, "chosen": [{"role": "assistant", "content": f"good answer {index % 4}"}],
-         "rejected": [{"role": "assistant", "content": "bad" * (index % 3 + 1)}]} for index, prompt in enumerate(PROMPTS)]
+         "rejected": [{"role": "assistant", "content": "bad" * (index % 3 + 1)}]}
+        for index, prompt in enumerate(PROMPTS)]
 LABELLED = [{"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
             for row in ROWS[:6] for name in ("chosen", "rejected")]
 
