@@ -18,6 +18,7 @@
 #     "scipy>=1.13,<2",
 #     "psutil>=6",
 #     "matplotlib>=3.9",
+#     "pillow>=11",
 #     "jinja2>=3.1.6,<4",
 #     "pyyaml>=6.0.2,<7",
 #     "tqdm>=4.66.3",

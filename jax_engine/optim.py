@@ -45,7 +45,8 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
 
     Args:
         decays: True for each parameter with weight decay, that is, for matrices (`Network.decays`). A parameter with
-            one more dimension is a stack of layers, which are updated as separate parameters.
+            one more dimension is a stack of layers, which are updated as separate parameters, except for convolutions
+            outside the layers.
         depths: Depth of each parameter (`settings.depth`), or of each layer of a stack; needed for `layer_decay`.
 
     Raises:
@@ -60,7 +61,7 @@ def build(settings: Optimizer, decays: Tree, depths: Tree | None = None) -> opta
 
     # Matrices decay and vectors do not, so `has_decay` implies the number of dimensions of a single parameter.
     def is_stack(path: Path, param: Array) -> bool:
-        return param.ndim > (2 if has_decay[path] else 1)
+        return path[0] not in ("embed", "images") and param.ndim > (2 if has_decay[path] else 1)
 
     def init(params: Tree) -> Tree:
         params_of = flatten(params)

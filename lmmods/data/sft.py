@@ -307,10 +307,13 @@ class ImageCodec(ConversationCodec):
         return {**super().encoding_settings(), "images": self.images.state()}
 
     def regroup(self, records: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
+        folders: dict[str, str | None] = {}
         for record in super().regroup(records, info):
-            path = Path(record.file).expanduser()
+            if record.file not in folders:
+                path = Path(record.file).expanduser()
+                folders[record.file] = str(path.parent) if path.is_file() else None
             # Set in any case: a row must not choose its folder.
-            yield record._replace(values={**record.values, FOLDER: str(path.parent) if path.is_file() else None})
+            yield record._replace(values={**record.values, FOLDER: folders[record.file]})
 
     def chat_renderer(self, text: TextEncoder) -> ChatTemplateRenderer:
         return ChatTemplateRenderer(self.tokenizer, text, self.tokenizer.eos_token, self.settings.chat_template_kwargs,

@@ -46,18 +46,16 @@ class ImageSet(Dataset):
             return row
         values, info = self.rows.source_row(row["index"]), self.rows.info(row["index"])
         folder = values.pop(FOLDER, None)
-        images, pictures = images_of(self._read(values, info["format"])), []
-        for number, saved in zip(row["images"].tolist(), row["image_checksums"].tolist(), strict=True):
-            try:
-                data = read_bytes(images[number].source, folder)
-                if checksum(data) == saved:
-                    pictures.append(decode_image(data, self._images.max_pixels))
-            except RowProblem:
-                pass  # reported below: the image was there when the row was encoded
-        if len(pictures) < len(row["images"]):
-            raise UserError(f"{self.rows.location(row['index'])}: an image has changed since the row was encoded. "
-                            "Restore the file, or set data.rebuild_cache to true for a new run.")
-        return {**row, INPUTS: self._images.inputs(pictures)}
+        images = images_of(self._read(values, info["format"]))
+        has_changed = UserError(f"{self.rows.location(row['index'])}: an image has changed since the row was encoded. "
+                                "Restore the file, or set data.rebuild_cache to true for a new run.")
+        try:
+            files = [read_bytes(images[number].source, folder) for number in row["images"]]
+        except RowProblem as problem:
+            raise has_changed from problem
+        if [checksum(data) for data in files] != row["image_checksums"].tolist():
+            raise has_changed
+        return {**row, INPUTS: self._images.inputs([decode_image(data, self._images.max_pixels) for data in files])}
 
 
 @dataclass

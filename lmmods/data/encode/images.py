@@ -4,6 +4,8 @@ A processor writes a text for each image, such as `<image><image>…`, whose len
 images. Arrays of pixels are made only when a batch is assembled, on CPUs, by transformers' PIL image processors.
 """
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +15,7 @@ from PIL import Image
 from lmmods.core.compat import without_parts
 from lmmods.core.errors import UserError, one_line
 from lmmods.core.hub import loading
-from lmmods.core.image_models import ImageFamily, find_image_family
+from lmmods.core.image_models import PROCESSOR_FILES, ImageFamily, find_image_family
 from lmmods.data.read.conversation import RowProblem
 
 MAX_CACHED = 10_000  # texts of combinations of sizes
@@ -52,6 +54,8 @@ class ImageProcessor:
     def _processor(self) -> Any:
         """Transformers' processor, without parts for videos or sound. Raises UserError."""
         import transformers
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
         from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -61,6 +65,9 @@ class ImageProcessor:
                 values, _ = ProcessorMixin.get_processor_dict(self.path, **source)
                 image_processor = AutoImageProcessor.from_pretrained(self.path, backend="pil", **source)
                 tokenizer = AutoTokenizer.from_pretrained(self.path, **source)
+                if not os.path.isdir(self.path):
+                    with suppress(EntryNotFoundError):  # not needed here, but an exported model has it
+                        hf_hub_download(self.path, PROCESSOR_FILES[-1], revision=self.revision)
             cls = getattr(transformers, values.get("processor_class") or PROCESSOR_MAPPING_NAMES[self.model_type])
             parts = {"tokenizer": tokenizer, "image_processor": self._with_options(image_processor, cls)}
             cls = without_parts(cls)
@@ -117,12 +124,12 @@ class ImageProcessor:
         """
         if not sizes:
             return []
-        if sizes not in self._texts:
-            if len(self._texts) >= MAX_CACHED:
-                self._texts.clear()
+        if (texts := self._texts.get(sizes)) is None:
             # Blank pictures, so that equal sizes cost nothing.
-            self._texts[sizes] = self._run([Image.new("RGB", size) for size in sizes])[1]
-        return self._texts[sizes]
+            texts = self._run([Image.new("RGB", size) for size in sizes])[1]
+            if len(self._texts) < MAX_CACHED:
+                self._texts[sizes] = texts
+        return texts
 
     def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
         """Return the network's inputs from the images of a row: arrays, or lists of arrays."""
