@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_chat import get_error, run_chat
+from test_chat import get_error, run_chat, terminal  # noqa: F401 - a fixture
 from transformers import AutoModelForImageTextToText
 
 from lmmods.core.errors import UserError
@@ -57,6 +57,22 @@ def test_a_conversation_keeps_its_images(folder, pictures, capsys):
         answer = talk.turns["tuned"][-1]["content"]
         assert answer == expected_answer(folder, pictures, messages) and not talk.pictures
         messages.append({"role": "assistant", "content": [text(answer)]})
+
+
+def test_a_terminal_adds_images_to_the_next_question(folder, pictures, terminal):  # noqa: F811
+    source = read_model(str(folder), None, None, None, images=True)
+    asked = []
+
+    class Recorder:
+        def answer(self, prompt, settings, stop_token_ids, seed, row, on_token, images=None):
+            asked.append(None if images is None else {name: tuple(column.shape) for name, column in images.items()})
+            return True
+
+    shown = terminal(Session(source, {"tuned": Recorder()}, Generation(), 0, None), *[
+        (">>> ", line) for line in (f"/image {pictures}/none.png\n", f"/image {pictures}/0.png\n", "What?\n", "/new\n",
+                                    "Hello\n", "\x04")])
+    assert b"none.png cannot be read" in shown and b"The next question has this image." in shown
+    assert len(asked) == 2 and asked[0]["per_row/pixel_values"][0] == 1 and asked[1] is None
 
 
 def test_unusable_images_are_errors(folder, pictures, llama_folder, capsys):
