@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,11 +68,14 @@ class TextModel:
         self._pad = data.tokenizer.pad_token_id
 
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
-               on_token: Callable[[int], bool]) -> bool:
+               on_token: Callable[[int], bool], images: dict[str, Any] | None = None) -> bool:
         """Answer a prompt; return True if an end token was generated, which is not passed to `on_token`.
 
         Args:
             row: Index of the prompt, which determines its random numbers.
             on_token: Called with each token of the answer as soon as it is sampled. False ends the answer.
+            images: Columns of the prompt's images, as of `ImageCodec.collate_images`.
         """
-        return stream(self._network, self._params, prompt, settings, stop_token_ids, self._pad, seed, row, on_token)
+        inputs = {name: np.asarray(column) for name, column in (images or {}).items()}
+        return stream(self._network, self._params, prompt, settings, stop_token_ids, self._pad, seed, row, on_token,
+                      inputs)

@@ -305,13 +305,14 @@ def token_steps(network: Network, width: int, total: int, settings: Generation, 
 
 
 def stream(network: Network, params: Tree, prompt: list[int], settings: Generation, eos: list[int], pad: int,
-           seed: int, row: int, on_token: Callable[[int], bool]) -> bool:
+           seed: int, row: int, on_token: Callable[[int], bool], inputs: dict[str, np.ndarray] | None = None) -> bool:
     """Generate as `generate` for one prompt, and pass each token to `on_token` when it is chosen.
 
     Beam search passes all tokens at its end.
 
     Args:
         on_token: Called with each token of the answer. Generation stops if it returns False.
+        inputs: Further columns of the network's batches, [1, ...].
 
     Returns:
         True if an end token was generated.
@@ -321,7 +322,7 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     """
     if settings.num_beams > 1:
         # Until the search ends, another beam may overtake the best one, so no token is final before.
-        [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row])
+        [answer] = generate(network, params, [prompt], settings, eos, pad, seed, [row], inputs=inputs)
         return all(map(on_token, answer)) and len(answer) < settings.max_new_tokens
     check_supported(settings)
     check_length(network, len(prompt), settings)
@@ -331,7 +332,8 @@ def stream(network: Network, params: Tree, prompt: list[int], settings: Generati
     total = width + next_power_of_two(max_new_tokens, BUCKET)
     prefill, step = _compiled_steps(network, width, total, fields, tuple(sorted(eos)))
     # The same random numbers as in `generate`, so that a streamed answer is the same.
-    state, uniforms = prefill(params, *_pad([prompt], width, pad)), sampling_uniforms(seed, [row], max_new_tokens)
+    state = prefill(params, *_pad([prompt], width, pad), inputs)
+    uniforms = sampling_uniforms(seed, [row], max_new_tokens)
     for index in range(max_new_tokens):
         state = step(params, state, uniforms[:, index])
         token = int(np.asarray(state["latest"])[0])

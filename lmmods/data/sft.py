@@ -14,7 +14,7 @@ from lmmods.core.errors import UserError
 from lmmods.core.image_models import PROCESSOR_FILES
 from lmmods.data.base import DataModule
 from lmmods.data.batch.collate import Collate, Collator
-from lmmods.data.batch.images import ImageCollator, ImageSet
+from lmmods.data.batch.images import INPUTS, ImageCollator, ImageSet
 from lmmods.data.batch.loader import StatefulLoader
 from lmmods.data.batch.stream import StreamLoader
 from lmmods.data.codec import Codec, ModelFacts, Settings
@@ -359,6 +359,10 @@ class ImageCodec(ConversationCodec):
 
     def make_prompt_collator(self, collator: Collator, sets: Sequence[RowSet]) -> Collate:
         return ImageCollator(super().make_prompt_collator(collator, sets), self.images.family)
+
+    def collate_images(self, pictures: list[Any]) -> dict[str, Any]:
+        """Return the columns of a batch of one row with these pictures, which are PIL's."""
+        return ImageCollator(lambda rows: {}, self.images.family)([{INPUTS: self.images.inputs(pictures)}])
 
     # Prompts and predictions
 

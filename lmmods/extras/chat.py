@@ -27,7 +27,9 @@ from lmmods.core.waiting import sleep_if_busy
 from lmmods.data.encode.tokenizer import decode
 from lmmods.data.read.conversation import Message, RowProblem
 from lmmods.data.read.formats import find_format
+from lmmods.data.read.images import IMAGE, decode_image, images_of
 from lmmods.recipe.files import read_recipe
+from lmmods.recipe.images import ImageFields
 from lmmods.recipe.tasks.base import CausalFields, Quantize
 from lmmods.recipe.tasks.clm import CLMDataFields
 from lmmods.recipe.trust import check_remote_code, is_trusted
@@ -41,8 +43,8 @@ Changes = make_dataclass("GenerationChanges", [(item.name, item.type | None, Non
 
 
 def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None = None, prompt: str | None = None,
-         system: str | None = None, compare_base: bool = False, generation: Changes = Changes(),
-         seed: int | None = None, template: str | None = None,
+         image: str | None = None, system: str | None = None, compare_base: bool = False,
+         generation: Changes = Changes(), seed: int | None = None, template: str | None = None,
          chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None,
          quantize: Quantize | None = None, engine: Literal["torch", "jax"] | None = None,
          precision: Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"] | None = None,
@@ -58,6 +60,8 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
         model: Folder or hub id of a model or an adapter, instead of a run.
         ckpt_path: Checkpoint to load instead of the run's model: `last`, `best`, a step number or a path.
         prompt: Answer this prompt and exit.
+        image: Image file that the first question is about, for a run with `model.images` or a vision-language model. On
+            a terminal, `/image FILE` adds one to the next question.
         system: System turn. Default: the recipe's.
         compare_base: Also print the answers of the model that the run or adapter started from.
         generation: Generation settings. Default: the recipe's, or the model's generation_config.json.
@@ -80,7 +84,9 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
     require(seed is None or seed >= 0, "--seed", seed, "0 or more")
     _exit_on_signals()
     with contextlib.redirect_stdout(sys.stderr):  # keep loading messages out of the answers
-        source = read_run(run, ckpt_path) if run else read_model(model, template, chat_template_kwargs, quantize)
+        source = (read_run(run, ckpt_path) if run else
+                  read_model(model, template, chat_template_kwargs, quantize, images=image is not None))
+        pictures = [] if image is None else [source.open_image(image)]
         if system is not None and not source.is_chat:
             raise UserError("--system: this model continues texts and has no system turn. Remove it.")
         if compare_base and source.base is None:
@@ -93,14 +99,15 @@ def chat(run: str | None = None, model: str | None = None, ckpt_path: str | None
         models = {"base": load(source.base, frozen=stored_frozen)} if compare_base else {}
         models["tuned"] = load(source.model, checkpoint=source.checkpoint, frozen=source.frozen)
         session = Session(source, models, settings, source.seed if seed is None else seed,
-                          source.model.max_positions(), system)
+                          source.model.max_positions(), system, pictures=pictures)
     if not source.is_chat:
         tell("This model has no chat template; it continues each text that you enter on its own.")
     try:
         if prompt is not None:
             session.ask(prompt)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            tell(f"{source.title}. Ctrl+C stops an answer, {NEW} starts a new conversation, Ctrl+D exits.")
+            images = f"{IMAGE_COMMAND} FILE adds an image to the next question, " if source.sees_images else ""
+            tell(f"{source.title}. Ctrl+C stops an answer, {NEW} starts a new conversation, {images}Ctrl+D exits.")
             converse(session)
         else:
             answer_lines(session)
@@ -195,6 +202,23 @@ class Source:
         """True if the model uses chat turns; otherwise it continues the given text."""
         return self.layout is not None and find_format(self.layout).template is None
 
+    @property
+    def sees_images(self) -> bool:
+        """True if questions may have images."""
+        return getattr(self.model, "images", False)
+
+    def open_image(self, path: str) -> Any:
+        """Return the picture of an image file. Raises UserError: it cannot be read, or the model sees no images."""
+        if not self.sees_images:
+            raise UserError("This model was loaded without images. Use a run with model.images, or --image with "
+                            "--model and a vision-language model.")
+        try:
+            return decode_image(Path(path).expanduser().read_bytes(), self.data.codec.images.max_pixels)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}). Use an image file.") from error
+        except RowProblem as problem:
+            raise UserError(f"{path}: {problem}. Use another file.") from problem
+
     @cached_property
     def _encoder(self) -> Any:
         return self.data.codec.prompt_encoder(self.layout)
@@ -233,7 +257,7 @@ def read_run(run: str, ckpt_path: str | None) -> Source:
         data.resume_from(read_plain(checkpoint))
     else:
         data.tokenizer = str(folder.model)
-    _connect(data, model)
+    _connect(data, model, exported)
     trainer = recipe.get("trainer") if isinstance(recipe.get("trainer"), dict) else {}
     return Source(_describe(str(checkpoint or folder.model), model), exported, data, _read_layout(folder, declared),
                   model.generation, data.codec.stop_token_ids, recipe.get("engine", "torch"),
@@ -265,8 +289,11 @@ def _read_blocks(run: str, folder: RunFolder) -> tuple[CausalFields, Any]:
     return model, data
 
 
-def _connect(data: "DataModule", model: CausalFields) -> None:
-    data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code)
+def _connect(data: "DataModule", model: CausalFields, exported: CausalFields | None = None) -> None:
+    network = exported or model
+    images = {"image_model": network.image_model} if getattr(network, "images", False) else {}
+    data.connect(pretrained=model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code,
+                 **images)
 
 
 def _find_exported(run: str, folder: RunFolder, model: CausalFields) -> CausalFields:
@@ -297,17 +324,21 @@ def _read_seed(recipe: dict[str, Any]) -> int:
 # A model -----------------------------------------------------------------------------------------------------------
 
 
-def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] | None, quantize: Quantize | None
-               ) -> Source:
-    """Read a model or adapter from a folder or hub id. Raises UserError: it is neither, or not a causal LM."""
+def read_model(name: str, template: str | None, template_kwargs: dict[str, Any] | None, quantize: Quantize | None,
+               images: bool = False) -> Source:
+    """Read a model or adapter from a folder or hub id. Raises UserError: it is neither, or not a causal LM.
+
+    Args:
+        images: Read a vision-language model, not only its text model.
+    """
     if (Path(name) / "config.yaml").is_file() and (Path(name) / "checkpoints").is_dir():
         raise UserError(f"--model {name} is a run folder. Use --run {name}")
     adapter = _find_file(name, SETTINGS)
     base = adapter_config(adapter.parent, f"--model {name}").get("base_model_name_or_path") if adapter else None
     if adapter and not base:
         raise UserError(f"--model {name}: {SETTINGS} has no base_model_name_or_path. Add the adapter's base model.")
-    model = CausalFields(pretrained=base or name, adapter=name if adapter else None,
-                         trust_remote_code=is_trusted())
+    model = ImageFields(pretrained=base or name, adapter=name if adapter else None, trust_remote_code=is_trusted(),
+                        images=images)
     model.quantize = quantize
     _check_causal(model)
     tokenizer = name if _find_file(name, "tokenizer_config.json") else model.pretrained
@@ -338,7 +369,7 @@ def _check_causal(model: CausalFields) -> None:
         raise UserError(f"--model {model.pretrained} is a {architectures[0]}. Use a causal language model.")
 
 
-def _build_data(tokenizer: str, model: CausalFields, template: str | None, template_kwargs: dict[str, Any] | None
+def _build_data(tokenizer: str, model: ImageFields, template: str | None, template_kwargs: dict[str, Any] | None
                 ) -> Any:
     """Return a chat data module if there is a template, a text one otherwise."""
     from lmmods.data.clm import CLMData
@@ -346,7 +377,7 @@ def _build_data(tokenizer: str, model: CausalFields, template: str | None, templ
 
     data = SFTData(NO_ROWS, tokenizer=tokenizer, template=template, chat_template_kwargs=template_kwargs)
     _connect(data, model)
-    if template or data.tokenizer.chat_template:
+    if template or data.tokenizer.chat_template or model.images:  # a model with images needs a template
         return data
     if template_kwargs:
         raise UserError(f"--chat_template_kwargs: {tokenizer} has no chat template. Remove it.")
@@ -397,7 +428,7 @@ def _select_generation(settings: dict[str, Any]) -> Generation:
 # Conversation at a terminal or over a pipe.
 
 PROMPT = ">>> "
-NEW = "/new"
+NEW, IMAGE_COMMAND = "/new", "/image"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # terminal control characters, except line breaks and tabs
 
 
@@ -405,7 +436,7 @@ class TextModel(Protocol):
     """Text-generating model of either engine."""
 
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
-               on_token: Callable[[int], bool]) -> bool: ...
+               on_token: Callable[[int], bool], images: dict[str, Any] | None = None) -> bool: ...
 
 
 @dataclass
@@ -416,6 +447,7 @@ class Session:
         models: Models that answer each question, by the name shown before the answer if there are several.
         limit: Maximum tokens of prompt and answer together; None if the model sets no limit.
         system: System turn of all conversations; None leaves it to the recipe.
+        pictures: Images of the next question.
     """
 
     source: Source
@@ -427,6 +459,7 @@ class Session:
     turns: dict[str, list[Message]] = field(default_factory=dict)  # conversation history per model
     num_questions: int = 0
     is_stopped: bool = False  # set by Ctrl+C
+    pictures: list[Any] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
         """Print the answers on stdout and everything else on stderr.
@@ -434,13 +467,16 @@ class Session:
         Raises:
             UserError: The template cannot render the conversation, or it is too long. The question is dropped.
         """
-        prompts = {name: self._prompt(name, [*self.turns.get(name, []), {"role": "user", "content": text}])
-                   for name in self.models}
+        question: Message = {"role": "user", "content": text}
+        if self.pictures:
+            question = {"role": "user", "content": IMAGE * len(self.pictures) + text, "images": self.pictures}
+            self.pictures = []
+        prompts = {name: self._prompt(name, [*self.turns.get(name, []), question]) for name in self.models}
         row, self.num_questions = self.num_questions, self.num_questions + 1
         for name, (turns, prompt, settings) in prompts.items():
             if len(self.models) > 1:
                 _write(f"{name}: ")
-            answer = self._answer(self.models[name], prompt, settings, row)
+            answer = self._answer(self.models[name], prompt, images_of(turns), settings, row)
             if self.source.is_chat:
                 self.turns[name] = [*turns, {"role": "assistant", "content": answer}]
 
@@ -466,7 +502,7 @@ class Session:
                  f"limited to {budget} tokens.")
         return turns, prompt, replace(self.settings, max_new_tokens=budget)
 
-    def _answer(self, model: TextModel, prompt: list[int], settings: Generation, row: int) -> str:
+    def _answer(self, model: TextModel, prompt: list[int], pictures: list[Any], settings: Generation, row: int) -> str:
         tokenizer = self.source.data.tokenizer
         detokenizer = Detokenizer(lambda tokens: decode(tokenizer, tokens, self.source.stop_token_ids,
                                                         clean_up_tokenization_spaces=False))
@@ -476,7 +512,8 @@ class Session:
             return not self.is_stopped
 
         self.is_stopped = False
-        has_ended = model.answer(prompt, settings, self.source.stop_token_ids, self.seed, row, on_token)
+        images = {"images": self.source.data.codec.collate_images(pictures)} if pictures else {}
+        has_ended = model.answer(prompt, settings, self.source.stop_token_ids, self.seed, row, on_token, **images)
         _write(detokenizer.end() + "\n")
         if self.is_stopped:
             tell("(stopped)")
@@ -516,6 +553,9 @@ def converse(session: Session) -> None:
                 if text.strip() == NEW:
                     session.turns = {}
                     tell("Started a new conversation.")
+                elif text.strip().split(" ")[0] == IMAGE_COMMAND:
+                    session.pictures.append(session.source.open_image(text.strip()[len(IMAGE_COMMAND):].strip()))
+                    tell("The next question has this image.")
                 elif text.strip():
                     session.is_stopped, is_answering = False, True
                     session.ask(text)

@@ -45,14 +45,19 @@ class ImageFields(CausalFields):
         return self.images
 
     def data_facts(self, command: str, read_scorer: ReadScorer) -> dict[str, Any]:
-        facts = super().data_facts(command, read_scorer)
-        if not self.images:
-            return facts
-        model_type = load_config(self._pretrained_or_config, None, self.revision, self.trust_remote_code,
-                                 all_parts=True).model_type
-        find_image_family(model_type)
         # A tokenizer of its own does not replace the processor.
-        return {**facts, "image_model": (self._pretrained_or_config, model_type)}
+        return {**super().data_facts(command, read_scorer), "image_model": self.image_model}
+
+    @property
+    def image_model(self) -> tuple[str, str] | None:
+        """Path and type of the model with `images`. Raises UserError: its type is not supported."""
+        if not self.images:
+            return None
+        path = self._pretrained_or_config
+        assert isinstance(path, str), "checked by __post_init__"
+        model_type = load_config(path, None, self.revision, self.trust_remote_code, all_parts=True).model_type
+        find_image_family(model_type)
+        return path, model_type
 
     def check_data(self, data: DataFields) -> None:
         super().check_data(data)

@@ -21,6 +21,7 @@ from lmmods.torch_engine import precision as precisions
 from lmmods.torch_engine.callbacks.checkpoint import TORCH
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.decoding import generate
+from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
 from lmmods.torch_engine.tasks.causal_task import generation_config
 
@@ -67,6 +68,8 @@ class TextModel:
         if checkpoint:
             _load(network, load_averages(read_checkpoint(checkpoint, TORCH),
                                          num_layers(name for name, _ in network.named_parameters())))
+        if getattr(fields, "images", False):
+            network.further_inputs = ImageInputs(network)
         if fields.max_memory is None:
             nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
         self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,
@@ -74,7 +77,7 @@ class TextModel:
 
     @torch.no_grad()
     def answer(self, prompt: list[int], settings: Generation, stop_token_ids: list[int], seed: int, row: int,
-               on_token: Callable[[int], bool]) -> bool:
+               on_token: Callable[[int], bool], images: dict[str, Tensor] | None = None) -> bool:
         """Answer a prompt; return True if the answer has an end token, which is not passed to `on_token`.
 
         Beam search finishes before `on_token` receives the first token.
@@ -82,14 +85,18 @@ class TextModel:
         Args:
             row: Index of the prompt, on which sampling depends.
             on_token: Called with each token of the answer as soon as it is chosen; returns True to continue.
+            images: Columns of the prompt's images, as of `ImageCodec.collate_images`.
         """
         ids = torch.tensor([prompt], device=self._device)
+        columns = {name: column.to(self._device) for name, column in (images or {}).items()}
+        further_inputs = getattr(self._network, "further_inputs", lambda _: {})
         watch = _Watch(on_token, set(stop_token_ids)) if settings.num_beams == 1 else None
         torch.manual_seed(seed)  # beam sampling uses torch's generator
         uniforms = torch.from_numpy(sampling_uniforms(seed, [row], settings.max_new_tokens)).to(self._device)
         with self._autocast():
             tokens = generate(self._network, ids, torch.ones_like(ids),
                               generation_config(settings, self._tokenizer, stop_token_ids), uniforms=uniforms,
+                              **further_inputs({"input_ids": ids, **columns}),
                               **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
         answer = tokens[0, len(prompt):].tolist()
         has_end = bool(answer) and answer[-1] in stop_token_ids
