@@ -202,7 +202,7 @@ def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
     assert results[0][0][0] == pytest.approx(0.6931, abs=1e-3) and len(set(results[0][0])) == 3
 
 
-def test_a_resumed_run_with_an_adapter_ends_with_the_same_bits_and_answers(arguments, tmp_path):
+def test_a_resumed_run_with_an_adapter_ends_with_the_same_bits_and_answers(arguments, model_folder, tmp_path):
     """Its reference is the model without the adapter."""
     changes = {"model.lora": {"rank": 4}, "model.optimizer.name": "adamw", "model.optimizer.lr": 0.01,
                "checkpoint.every_n_steps": 1, "checkpoint.keep_last": 9, "trainer.max_steps": 4,
@@ -218,7 +218,7 @@ def test_a_resumed_run_with_an_adapter_ends_with_the_same_bits_and_answers(argum
     run("predict", *arguments(tmp_path / "whole", **changes), "--ckpt_path", "last")
     predictions = [json.loads(line) for line in RunFolder(tmp_path / "whole").predictions.read_text().splitlines()]
     assert len(predictions) == len(ROWS)
-    base = AutoModelForImageTextToText.from_pretrained(next(tmp_path.parent.rglob("vision_idefics3")))
+    base = AutoModelForImageTextToText.from_pretrained(model_folder("idefics3"))
     tuned = PeftModel.from_pretrained(base, RunFolder(tmp_path / "whole").model).eval()
     processor = make_processor("idefics3")
     for row, prediction in list(zip(ROWS, predictions, strict=True))[:3]:

@@ -214,7 +214,7 @@ def test_a_resumed_run_ends_with_the_same_bits(arguments, tmp_path):
     assert all(torch.equal(value, saved(tmp_path / "whole")[name]) for name, value in saved(tmp_path / "again").items())
 
 
-def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path, monkeypatch):
+def test_a_trained_model_is_a_pipeline_of_transformers(arguments, model_folder, tmp_path, monkeypatch):
     """The code of its card runs, too."""
     root = tmp_path / "run"
     run("fit", *arguments(root, **{"data.image_options": {"max_image_size": {"longest_edge": 16}, "do_resize": True}}))
@@ -232,7 +232,7 @@ def test_a_trained_model_is_a_pipeline_of_transformers(arguments, tmp_path, monk
     assert "pipeline_tag: image-text-to-text" in card and "AutoProcessor.from_pretrained(name)" in card
     vision = {name: value for name, value in load_file(model / "model.safetensors").items()
               if not is_of_language_model(name)}
-    base = load_file(next(tmp_path.parent.rglob("vision_idefics3")) / "model.safetensors")
+    base = load_file(model_folder("idefics3") / "model.safetensors")
     assert len(vision) > 10 and all(torch.equal(value, base[name]) for name, value in vision.items())
 
 
@@ -281,11 +281,6 @@ def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(a
     [source] = report["sources"].values()
     assert source["dropped"] == {"a turn has an image, which only SFT and Preference read, with model.images": {
         "rows": 10, "first": [f"{tmp_path}/rows/rows.jsonl:{line}" for line in (1, 2, 4)]}}
-
-
-def test_the_jax_engine_rejects_images(arguments, tmp_path, capsys):
-    assert main(["fit", *arguments(tmp_path / "run"), "--engine", "jax"]) != 0
-    assert "model.images is true, but must be false with engine jax" in capsys.readouterr().err
 
 
 @pytest.mark.slow
