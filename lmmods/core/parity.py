@@ -14,6 +14,7 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.initialization import Normal, draw
+from lmmods.core.labels import PER_ROW
 
 Row = dict[str, np.ndarray]
 # Relative differences: more than rounding in float32 causes, less than between models that really differ.
@@ -52,10 +53,14 @@ class Difference:
 
 
 def sequences(row: Row) -> Row:
-    """Return the inputs of a model for a row: [A, T] for each column, where a row of preferences has A answers."""
+    """Return the inputs of a model for a row: [A, T] for each column, where a row of preferences has A answers.
+
+    Columns of PER_ROW, such as images, keep their shape.
+    """
     # Labels and weights are not inputs of the model.
     names = ("input_ids", "attention_mask", "position_ids", "segment_ids", "token_type_ids")
-    return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row}
+    return {name: row[name].reshape(-1, row[name].shape[-1]) for name in names if name in row} | {
+        name: column for name, column in row.items() if name.startswith(PER_ROW)}
 
 
 def compared_positions(row: Row, num_rows: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmmods.core.labels import PER_ROW
 from lmmods.core.parity import Row, compared_positions, moved_adapter, row_logits, sequences, write
 from lmmods.torch_engine.nn.dropout import TokenDropout
 from lmmods.torch_engine.tasks.base import TaskModule
@@ -55,6 +56,8 @@ def _logits(module: TaskModule, row: Row, positions: Tensor) -> Tensor:
     """Return the logits of the network's own forward pass at the given tokens, [P, V]; for answer spans [P, 2]."""
     inputs = {name: torch.from_numpy(values).to(module.device) for name, values in sequences(row).items()}
     inputs.pop("segment_ids", None)
+    further_inputs = getattr(module.model, "further_inputs", lambda _: {})(inputs)
+    inputs = {name: x for name, x in inputs.items() if not name.startswith(PER_ROW)} | further_inputs
     if "position_ids" in inputs:  # packed: with an all-ones mask or a cache, documents would attend to each other
         del inputs["attention_mask"]
     options = {"use_cache": False} if isinstance(module, CausalModule) else {}

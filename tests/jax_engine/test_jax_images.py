@@ -1,7 +1,6 @@
 """Training on images on JAX: logits, losses, gradients and generation against transformers, and runs against torch."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -25,27 +24,11 @@ from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, p
 from tests.vision_models import save_vision_model
 
 FAMILIES = ("idefics3", "smolvlm", "gemma3")
-OF = {"smolvlm": "idefics3"}  # of one architecture
 
 
 @pytest.fixture
 def model_folder(shared):
-    def make(family):
-        saved = OF.get(family, family)
-        folder = shared(f"vision_{saved}", lambda folder: save_vision_model(saved, folder))
-        if family not in OF:
-            return folder
-
-        def rename(renamed):
-            shutil.copytree(folder, renamed, dirs_exist_ok=True)
-            config = json.loads((folder / "config.json").read_text())
-            config |= {"model_type": family, "architectures": ["SmolVLMForConditionalGeneration"]}
-            config["vision_config"]["model_type"] = f"{family}_vision"
-            (renamed / "config.json").write_text(json.dumps(config))
-
-        return shared(f"vision_{family}", rename)
-
-    return make
+    return lambda family: shared(f"vision_{family}", lambda folder: save_vision_model(family, folder))
 
 
 def on_jax(folder):
@@ -67,9 +50,9 @@ def pad_images(batch, more):
 def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_folder, tmp_path):
     """Of every parameter, also with blank images that only pad the batch."""
     folder = model_folder(family)
-    data, batch = make_batch(model_folder(OF.get(family, family)), tmp_path)
+    data, batch = make_batch(folder, tmp_path)
     labels = batch["labels"].numpy()
-    inputs = processed(OF.get(family, family), tmp_path, ROWS[:6])
+    inputs = processed(family, tmp_path, ROWS[:6])
     length = inputs["input_ids"].shape[1]
     if family != "gemma3":  # padding around images, as around those of other shapes
         for mask in (inputs["pixel_attention_mask"], batch["per_row/pixel_attention_mask"]):
@@ -224,3 +207,8 @@ def test_what_is_not_supported_is_an_error(arguments, model_folder, tmp_path, ca
                              ({"model.pretrained": str(model_folder("qwen3_vl"))}, "gemma3, idefics3, smolvlm")):
         assert main(["fit", *arguments(tmp_path / "run", **changes)]) != 0
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_engines_agree_on_a_recipe(arguments, tmp_path, capsys):
+    run("inspect", *arguments(tmp_path / "run", "gemma3", **{"model.lora": {"rank": 4}}), "--parity", "true")
+    assert "Parity: pass" in capsys.readouterr().out
