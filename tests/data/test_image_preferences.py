@@ -59,6 +59,7 @@ def test_layouts_give_the_tokens_and_images_of_the_processor(row, load, tmp_path
 
 
 def test_a_long_pair_loses_turns_with_their_images(load, tmp_path):
+    write_rows(tmp_path / "rows", [])
     messages = [*turns([part(2), text("First?")], "one"), *PROMPT]
     lengths = [len(ids) for ids in expected_ids(PROMPT, tmp_path)]
     row = {"prompt": messages, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}
