@@ -32,10 +32,11 @@ def fit(shared, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "rows", "changes"), [
-    ("idefics3", ROWS, {"model.trainable_parameters": [""]}),
-    ("gemma3", ROWS, {"model.lora": {"rank": 4}, "model.optimizer.lr": 1.0}),
-    ("idefics3", ROWS, {"model.reference": "cache"}), ("idefics3", LABELLED, {"model.loss": "kto"})],
-    ids=["all", "lora", "cache", "kto"])
+    pytest.param("idefics3", ROWS, {"model.trainable_parameters": [""]}, id="all"),
+    pytest.param("gemma3", ROWS, {"model.lora": {"rank": 4}, "model.optimizer.lr": 1.0}, id="lora",
+                 marks=pytest.mark.slow),
+    pytest.param("idefics3", ROWS, {"model.reference": "cache"}, id="cache", marks=pytest.mark.slow),
+    pytest.param("idefics3", LABELLED, {"model.loss": "kto"}, id="kto", marks=pytest.mark.slow)])
 def test_both_engines_train_and_save_the_same(fit, family, rows, changes):
     ours, expected = (fit(engine, family, rows, engine=engine, **changes) for engine in ("jax", "torch"))
     assert len(set(expected[0])) == 3
@@ -45,6 +46,7 @@ def test_both_engines_train_and_save_the_same(fit, family, rows, changes):
         np.testing.assert_allclose(ours[1][name], value, rtol=1e-2, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_any_split_gives_the_same_steps(fit):
     whole = {"engine": "jax", "model.trainable_parameters": [""]}
     expected = fit("whole", "idefics3", **whole, **{"data.batch_size": 8})
