@@ -63,7 +63,7 @@ def pad_rows(batch, size):
 class Bigram:
     """Causal LM with two matrices, which compiles fast: it predicts a token from the previous token alone."""
 
-    head, config = "causal", SimpleNamespace(vocab_size=V)
+    head, config, arch = "causal", SimpleNamespace(), SimpleNamespace(vocab_size=V)
 
     def __init__(self):
         random = np.random.default_rng(1)
