@@ -16,6 +16,7 @@ import yaml
 from lmmods.commands.registry import options_of
 from lmmods.recipe import keys
 from lmmods.recipe.classes import BASES, class_name
+from lmmods.recipe.images import ImageDataFields
 from lmmods.recipe.rewards import NAMED, ComparisonReward, RewardSettings
 from lmmods.recipe.tasks.base import ConversationFields
 from lmmods.runs.identity import CUT, NOT_COMPARED, REPORTED, is_among
@@ -38,7 +39,8 @@ def fields_of(name: str) -> list[keys.Key]:
     if name in CLASSES:
         block, cls = CLASSES[name]
         if block == "data":
-            shared = keys.keys_of(ConversationFields if issubclass(cls, ConversationFields) else BASES[block])
+            shared = keys.keys_of(next(base for base in (ImageDataFields, ConversationFields, BASES[block])
+                                       if issubclass(cls, base)))
             return [key for field, key in keys.keys_of(cls, block).items() if field not in shared]
         # SFT adds generation, balance_loss and the keys of the token loss, which have tables on docs/fields.md.
         # Keys are compared, not only names: label_smoothing has another meaning in Preference.

@@ -13,6 +13,7 @@ from lmmods.core.errors import UserError
 from lmmods.recipe.classes import BASES, CLASSES, class_name, declared, find_class, known_class, names_of
 from lmmods.recipe.engines import load_engine
 from lmmods.recipe.files import as_yaml
+from lmmods.recipe.images import ImageDataFields, ImageFields
 from lmmods.recipe.keys import (
     REQUIRED,
     Key,
@@ -163,6 +164,8 @@ def _page(name: str) -> str:
     block, *rest = name.split(".")
     if block not in BASES or not rest:
         return "metrics" if block == "mmlu" else "fields"
+    if rest[0] in {"model": ImageFields, "data": ImageDataFields}[block].__annotations__:
+        return "images"
     shared = {"model": SFTFields, "data": ConversationFields}[block]
     owner = next(cls for cls in (BASES[block], shared, *task_classes(block)) if rest[0] in keys_of(cls))
     return "fields" if owner in (BASES[block], shared) else f"tasks/{owner.__module__.rpartition('.')[2]}"

@@ -228,6 +228,8 @@ def marks() -> dict[str, str]:
 def test_field_tables_have_every_key_with_its_default(task, by_task):
     cls = declared("model")[task]
     shared = read_defaults("fields.md") | read_defaults("metrics.md")
+    if hasattr(cls, "images"):
+        shared |= read_defaults("images.md")
     task_keys = read_defaults(f"tasks/{cls.__module__.rpartition('.')[2]}.md")
     if not issubclass(cls, CausalFields):
         decoder_keys = ("model.generation", "model.best_of", "model.balance_loss")

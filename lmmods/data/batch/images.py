@@ -97,5 +97,6 @@ def as_array(value: Any) -> np.ndarray:
     shape = np.max([part.shape for part in parts], 0)
     result = np.zeros((len(parts), *shape), parts[0].dtype)
     for index, part in enumerate(parts):
-        result[index][tuple(slice(size) for size in part.shape)] = part
+        region: tuple[Any, ...] = (index, *(slice(size) for size in part.shape))
+        result[region] = part
     return result
