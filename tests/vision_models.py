@@ -148,3 +148,14 @@ def picture(seed: int, width: int = 40, height: int = 28) -> PIL.Image.Image:
     """Return a picture of random blocks."""
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return PIL.Image.fromarray(blocks).resize((width, height), PIL.Image.Resampling.NEAREST)
+
+
+def make_arguments(task: str, folder: Path, source: str, root: Path, **changes: Any) -> list[str]:
+    """Return the arguments of a short run of a task on images; keys in `changes` replace those of the run."""
+    keys = {"trainer.default_root_dir": str(root), "trainer.max_steps": 3, "trainer.accelerator": "cpu",
+            "trainer.devices": 1, "trainer.limit_val_batches": 0, "trainer.log_every_n_steps": 1, "model": task,
+            "model.pretrained": str(folder), "model.images": True, "model.optimizer.name": "sgd",
+            "model.optimizer.lr": 0.1, "model.generation.max_new_tokens": 4, "data": f"{task}Data",
+            "data.source": source, "data.max_length": 256, "data.batch_size": 4} | changes
+    return [item for key, value in keys.items()
+            for item in (f"--{key}", value if isinstance(value, str) else json.dumps(value))]

@@ -24,7 +24,8 @@ import numpy as np
 Tree = dict[str, Any]
 Path = tuple[str, ...]
 
-LAYERS, IMAGE_LAYERS = STACKS = ("layers", "image_layers")  # stacks of layers: their leaves have a leading layer axis
+IMAGE_LAYERS = "image_layers"
+STACKS = ("layers", IMAGE_LAYERS)  # stacks of layers: their leaves have a leading layer axis
 AT = "@"  # in a key, before the positions of layers
 
 SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}

@@ -162,7 +162,7 @@ class Images:
     """Encoder of images, whose features replace the embeddings of image tokens.
 
     Args:
-        tower: Its layers, those of a vision transformer (SigLIP, Zhai et al. 2023).
+        tower: Layers of its vision transformer (SigLIP, Zhai et al. 2023).
         token: Id of the image token, one for each feature.
         size: Height and width of an image of full size, in pixels.
         patch: Height and width of a patch.
@@ -171,7 +171,7 @@ class Images:
             a matrix (Idefics 3); `pool` averages them, and applies a norm and a matrix (Gemma 3).
         by_fraction: Positions of patches are fractions of the part of the image that is not padding.
         in_both_directions: Image tokens also attend to the later tokens of their image.
-        may_start_random: The distributions of transformers' initial weights are those of this engine.
+        may_start_random: This engine draws initial weights from the distributions of transformers.
     """
 
     tower: "Architecture"
@@ -381,7 +381,7 @@ class Family:
         tied: For each head, torch names that are aliases of one of our leaves.
         base_of: Prefix of the base for heads with a different one.
         older: Prefixes of names in older files, to the current ones.
-        in_files: Prefixes of names in files, to those of torch's parameters, where transformers writes other names.
+        in_files: Prefixes of names in files, to prefixes of torch's parameters, where transformers writes other names.
         expert_files: Names of experts in files, if these store them separately.
         dropouts: Our dropout sites to torch modules inside the base ("" is the base): the dropout module, the module
             whose attention weights are dropped (`.weights`), or the module that calls the dropout function.

@@ -110,7 +110,7 @@ def positions_by_fraction(count: int, side: int) -> np.ndarray:
 
 def place_images(encoder: ImageEncoder, run_layers: Callable[[Array, Array], Array], batch: dict[str, Array], x: Array
                  ) -> Array:
-    """Return embeddings [B, T, E] with the features of each row's images in the place of its image tokens, in order.
+    """Return embeddings [B, T, E] with each row's image features instead of its image tokens, in order.
 
     Args:
         run_layers: (stream [M, P, D], mask [M, 1, P, P]) -> the stream after the layers.

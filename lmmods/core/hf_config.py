@@ -73,7 +73,7 @@ def _find_field(config: Any, name: str) -> tuple[Any, str]:
 
 
 def dropout_rates(config: "PreTrainedConfig", all_parts: bool = False) -> list[str]:
-    """Return the names of the configuration's dropout rates above 0, with `all_parts` also those of its parts."""
+    """Return the names of the configuration's dropout rates above 0; `all_parts` includes the rates of its parts."""
     names = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
     return names + [f"{part}.{name}" for part in (config.sub_configs if all_parts else ())
                     for name in dropout_rates(getattr(config, part))]

@@ -20,7 +20,7 @@ class ImageFamily:
     """How a family's image inputs belong to rows.
 
     Args:
-        whole_rows: Inputs with one entry per row, [B, ...]; the others are [n, ...], those of all rows in a line.
+        whole_rows: Inputs with one entry per row, [B, ...]; others are [n, ...], the entries of all rows in order.
         token_types: Input [B, T] that is 1 for image tokens; None if the network has none.
     """
 
@@ -63,6 +63,6 @@ def check_image_tokens(ids: list[int], expected: int) -> None:
 
 
 def image_token(config: Any) -> int:
-    """Return the id of the token whose embeddings a network replaces by those of images."""
+    """Return the id of the token whose embeddings a network replaces by image features."""
     token = getattr(config, "image_token_id", None)
     return config.image_token_index if token is None else token

@@ -259,7 +259,7 @@ class Codec(ABC):
         return []
 
     def model_files(self, find_base_file: Callable[[str], Path | None]) -> dict[str, Any]:
-        """Return the task's own JSON files of an exported model, by name, such as those of an image processor.
+        """Return the task's own JSON files of an exported model, by name, such as the settings of an image processor.
 
         Default: none.
 

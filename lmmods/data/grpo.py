@@ -14,6 +14,7 @@ from lmmods.core.labels import IGNORED
 from lmmods.data.batch.collate import SEEDS, Collator
 from lmmods.data.batch.loader import EvaluationLoader, Shard
 from lmmods.data.batch.rollouts import PlannedRollout, RolloutLoader, RolloutPlan
+from lmmods.data.conversations import ConversationCodec, ConversationData, ConversationSettings
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.loaders import Loaders
@@ -23,7 +24,6 @@ from lmmods.data.read.conversation import Conversation, RowProblem
 from lmmods.data.read.formats import detect_format, find_format, format_of, read_conversation
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationCodec, ConversationData, ConversationSettings
 from lmmods.data.shown_rows import Which
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.grpo import PromptDataFields

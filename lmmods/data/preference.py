@@ -9,8 +9,10 @@ from lmmods.core.errors import UserError
 from lmmods.data.batch.collate import AnswerCollator, AnswerSet, Collator, MismatchedSet
 from lmmods.data.batch.loader import StatefulLoader
 from lmmods.data.batch.stream import StreamLoader
+from lmmods.data.conversations import ConversationCodec, ConversationSettings
 from lmmods.data.encode.encoder import Encoder
 from lmmods.data.encode.preferences import PreferenceEncoder
+from lmmods.data.images import ImageCodec, ImageData
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.preferences import (
     Judged,
@@ -22,7 +24,6 @@ from lmmods.data.read.preferences import (
 )
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationCodec, ConversationSettings, ImageCodec, ImageData
 from lmmods.data.store.references import REFERENCE_LOGPS
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.preference import PreferenceDataFields

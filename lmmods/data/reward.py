@@ -12,6 +12,7 @@ from lmmods.data.batch.collate import Collator
 from lmmods.data.batch.numbered import NumberedSet
 from lmmods.data.batch.sequences import RowColumn, SequenceCollator, SequenceSet, SingleSequences
 from lmmods.data.codec import Codec, NumbersCodec, Predictions
+from lmmods.data.conversations import ConversationData, ConversationSettings
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import Encoder, RowError
 from lmmods.data.encode.preferences import PreferenceEncoder
@@ -22,7 +23,6 @@ from lmmods.data.read.formats import find_format, format_of, read_conversation
 from lmmods.data.read.preferences import Judged, conversation_layout, holds_pair
 from lmmods.data.read.readers import Row
 from lmmods.data.read.source_reader import SourceReader
-from lmmods.data.sft import ConversationData, ConversationSettings
 from lmmods.data.store.rows import RowSet
 from lmmods.recipe.tasks.reward import RewardDataFields
 

@@ -146,8 +146,8 @@ def test_a_dead_setting_is_found():
         sources[module] = ast.unparse(ast.fix_missing_locations(tree))
     assert len(expected) > 60 and find_dead_settings(sources) - before == expected
     sources = read_modules()
-    text = sources["lmmods.data.sft"]
-    sources["lmmods.data.sft"] = text.replace("settings.chat_template_kwargs", "other")
+    text = sources["lmmods.data.conversations"]
+    sources["lmmods.data.conversations"] = text.replace("settings.chat_template_kwargs", "other")
     assert find_dead_settings(sources) - before == {
         ("lmmods.recipe.tasks.base.ConversationFields", "chat_template_kwargs")}
 

@@ -1,6 +1,5 @@
 """Preference optimisation with images on JAX, against torch."""
 
-import json
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from tests.data.test_images import write_rows
 from tests.jax_engine.test_jax_images import exported
 from tests.torch_engine.test_image_preferences import LABELLED, ROWS
 from tests.torch_engine.test_images import losses, run
-from tests.vision_models import save_vision_model
+from tests.vision_models import make_arguments, save_vision_model
 
 
 @pytest.fixture
@@ -18,14 +17,8 @@ def fit(shared, tmp_path):
 
     def train(name, family, rows=ROWS, **changes):
         folder = shared(f"vision_{family}", lambda folder: save_vision_model(family, folder))
-        keys = {"trainer.default_root_dir": str(tmp_path / name), "trainer.max_steps": 3, "trainer.devices": 1,
-                "trainer.accelerator": "cpu", "trainer.limit_val_batches": 0, "trainer.log_every_n_steps": 1,
-                "model": "Preference", "model.pretrained": str(folder), "model.images": True,
-                "model.optimizer.name": "sgd", "model.optimizer.lr": 0.1, "data": "PreferenceData",
-                "data.source": write_rows(tmp_path / f"rows{len(rows[0])}", rows), "data.max_length": 256,
-                "data.batch_size": 4} | changes
-        run("fit", *(item for key, value in keys.items() for item in (
-            f"--{key}", value if isinstance(value, str) else json.dumps(value))))
+        source = write_rows(tmp_path / f"rows{len(rows[0])}", rows)
+        run("fit", *make_arguments("Preference", folder, source, tmp_path / name, **changes))
         return losses(tmp_path / name), exported(tmp_path / name)
 
     return train

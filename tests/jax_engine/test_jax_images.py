@@ -21,7 +21,7 @@ from lmmods.runs.folder import RunFolder
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
 from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, processed, run
-from tests.vision_models import save_vision_model
+from tests.vision_models import make_arguments, save_vision_model
 
 FAMILIES = ("idefics3", "smolvlm", "gemma3")
 
@@ -123,14 +123,7 @@ def arguments(model_folder, tmp_path):
     source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in ROWS])
 
     def make(root, family="idefics3", engine="jax", **changes) -> list[str]:
-        keys = {"engine": engine, "trainer.default_root_dir": str(root), "trainer.max_steps": 3,
-                "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.limit_val_batches": 0,
-                "trainer.log_every_n_steps": 1, "model": "SFT", "model.pretrained": str(model_folder(family)),
-                "model.images": True, "model.optimizer.name": "sgd", "model.optimizer.lr": 0.1,
-                "model.generation.max_new_tokens": 4, "data": "SFTData", "data.source": source,
-                "data.max_length": 256, "data.batch_size": 4} | changes
-        return [item for key, value in keys.items() for item in (f"--{key}", json.dumps(value) if not isinstance(
-            value, str) else value)]
+        return make_arguments("SFT", model_folder(family), source, root, engine=engine, **changes)
 
     return make
 

@@ -24,7 +24,7 @@ from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import part, text, turns, with_paths, write_rows
 from tests.torch_engine.test_images import accepted, losses, run, saved
 from tests.torch_engine.test_preference import ALONE, compute_gradients
-from tests.vision_models import FAMILIES, make_processor, save_vision_model
+from tests.vision_models import FAMILIES, make_arguments, make_processor, save_vision_model
 
 PROMPTS = [turns([text(f"question {index} "), *images]) for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
@@ -174,13 +174,7 @@ def arguments(model_folder, tmp_path):
     source = write_rows(tmp_path / "rows", ROWS)
 
     def make(root, family="idefics3", **changes) -> list[str]:
-        keys = {"trainer.default_root_dir": str(root), "trainer.max_steps": 3, "trainer.accelerator": "cpu",
-                "trainer.limit_val_batches": 0, "trainer.log_every_n_steps": 1, "model": "Preference",
-                "model.pretrained": str(model_folder(family)), "model.images": True,
-                "model.optimizer.name": "sgd", "model.optimizer.lr": 0.1, "model.generation.max_new_tokens": 4,
-                "data": "PreferenceData", "data.source": source, "data.max_length": 256, "data.batch_size": 4} | changes
-        return [item for key, value in keys.items() for item in (f"--{key}", json.dumps(value) if not isinstance(
-            value, str) else value)]
+        return make_arguments("Preference", model_folder(family), source, root, **changes)
 
     return make
 

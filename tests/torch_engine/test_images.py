@@ -23,7 +23,7 @@ from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
-from tests.vision_models import FAMILIES, make_processor, picture, save_vision_model
+from tests.vision_models import FAMILIES, make_arguments, make_processor, picture, save_vision_model
 
 ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
@@ -162,13 +162,7 @@ def arguments(model_folder, tmp_path):
     source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in ROWS])
 
     def make(root, family="idefics3", **changes) -> list[str]:
-        keys = {"trainer.default_root_dir": str(root), "trainer.max_steps": 3, "trainer.accelerator": "cpu",
-                "trainer.limit_val_batches": 0, "trainer.log_every_n_steps": 1, "model": "SFT",
-                "model.pretrained": str(model_folder(family)), "model.images": True,
-                "model.optimizer.name": "sgd", "model.optimizer.lr": 0.1, "model.generation.max_new_tokens": 4,
-                "data": "SFTData", "data.source": source, "data.max_length": 256, "data.batch_size": 4} | changes
-        return [item for key, value in keys.items() for item in (f"--{key}", json.dumps(value) if not isinstance(
-            value, str) else value)]
+        return make_arguments("SFT", model_folder(family), source, root, **changes)
 
     return make
 

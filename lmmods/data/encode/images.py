@@ -101,7 +101,7 @@ class ImageProcessor:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the tokens whose embeddings the network replaces by those of images."""
+        """Ids of the tokens whose embeddings the network replaces by image features."""
         return self._processor.image_token_ids
 
     def state(self) -> dict[str, Any]:

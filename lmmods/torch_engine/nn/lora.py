@@ -103,7 +103,7 @@ def add_lora(model: nn.Module, settings: LoRA, trainable_tokens: list[int], dtyp
         use_dora=settings.dora,
         use_rslora=settings.rslora,
         trainable_token_indices=_token_rows(model, trainable_tokens, in_full),
-        # An adapter on modules that train in full would clash.
+        # Modules that do not see text, or those that train in full, on which an adapter would clash.
         exclude_modules=OTHERS if has_other_parts(model) else in_heads or None,
         task_type=task_type,
     )
