@@ -6,8 +6,10 @@ transformers are rejected.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +18,7 @@ import numpy as np
 
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
+from lmmods.core.image_models import is_of_language_model
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 BLOCK = 32  # number of weights that share a scale in q8_0
@@ -95,13 +98,15 @@ def require_gguf() -> None:
         raise UserError(f"--gguf needs the package gguf ({error}). Install it: pip install -e '.[gguf]'") from error
 
 
-def check_architecture(model_type: str) -> None:
-    """Raise UserError if causal models of this type are not supported."""
+def find_family(config: Any) -> Family:
+    """Return the family of a configuration's language model. Raises UserError: it is not supported."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    model_type = config.get_text_config().model_type
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type)
     if architecture not in FAMILIES:
         raise UserError(f"--gguf: {architecture} is not one of {', '.join(FAMILIES)}. {CONVERTER}")
+    return FAMILIES[architecture]
 
 
 CONVERTER = ("Remove --gguf, and convert merge's output folder with llama.cpp's "
@@ -109,7 +114,7 @@ CONVERTER = ("Remove --gguf, and convert merge's output folder with llama.cpp's 
 
 
 def write_gguf(folder: Path, path: Path, dtype: GGUFType, name: str) -> None:
-    """Write a model folder as a GGUF file, with one tensor in memory at a time.
+    """Write the language model of a folder as a GGUF file, with one tensor in memory at a time.
 
     Args:
         folder: Weights, configuration and tokenizer, as transformers saves them.
@@ -119,26 +124,41 @@ def write_gguf(folder: Path, path: Path, dtype: GGUFType, name: str) -> None:
     Raises:
         UserError: A reader of the file would compute or tokenise differently, or a weight is too large for f16.
     """
-    import gguf
     from transformers import AutoConfig, AutoTokenizer
 
     if not (folder / "tokenizer.json").is_file():
-        raise _build_error("tokenizer, which is not saved as tokenizer.json")
+        raise build_error("tokenizer, which is not saved as tokenizer.json")
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    family = FAMILIES[config.architectures[0]]
-    writer = gguf.GGUFWriter(path, family.name)
+    family, text_config = find_family(config), config.get_text_config()
+    writer = open_writer(path, family.name, dtype, name)
+    try:
+        _add_sizes(writer, family, text_config)
+        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), tokenizer,
+                       text_config.vocab_size)
+        _add_end_tokens(writer, folder, tokenizer)
+        tensors = list(_list_tensors(folder, family, config, dtype))
+    except Unsupported as error:
+        raise build_error(error) from error
+    write_file(writer, tensors)
+
+
+def open_writer(path: Path, architecture: str, dtype: GGUFType, name: str) -> Any:
+    """Return gguf's writer of a file, with the keys that all files have."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     file_types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(getattr(gguf.LlamaFileType, file_types[dtype]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    try:
-        _add_sizes(writer, family, config)
-        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), tokenizer,
-                       config.vocab_size)
-        _add_end_tokens(writer, folder, tokenizer)
-        tensors = list(_list_tensors(folder, family, config, dtype))
-    except _Unsupported as error:
-        raise _build_error(error) from error
+    return writer
+
+
+def write_file(writer: Any, tensors: "Iterable[StoredTensor]") -> None:
+    """Write keys and tensors, and close the file. Raises UserError: a weight is too large for f16."""
+    import gguf
+
+    tensors = list(tensors)
     for stored in tensors:
         in_bytes = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         writer.add_tensor_info(stored.name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored.kind)
@@ -150,11 +170,12 @@ def write_gguf(folder: Path, path: Path, dtype: GGUFType, name: str) -> None:
     writer.close()
 
 
-def _build_error(feature: object) -> UserError:
+def build_error(feature: object) -> UserError:
+    """Return the error for a feature of a model that llama.cpp does not support."""
     return UserError(f"--gguf: llama.cpp does not support this model's {feature}. {CONVERTER}")
 
 
-class _Unsupported(Exception):
+class Unsupported(Exception):
     """Feature of a model that readers of the file do not support."""
 
 
@@ -165,9 +186,9 @@ class _Unsupported(Exception):
 def _add_sizes(writer: Any, family: Family, config: Any) -> None:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != family.activation:
-        raise _Unsupported(f"activation {activation}")
+        raise Unsupported(f"activation {activation}")
     if reason := family.unsupported(config):
-        raise _Unsupported(reason)
+        raise Unsupported(reason)
     head_dim = _head_dim(config)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(_context_length(family, config))
@@ -185,10 +206,10 @@ def _add_sizes(writer: Any, family: Family, config: Any) -> None:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if (cap := getattr(config, key, None)) is not None:
                 if family.name == "gemma3" and key == "attn_logit_softcapping":
-                    raise _Unsupported(key)
+                    raise Unsupported(key)
                 getattr(writer, f"add_{key}")(cap)
             elif family.name == "gemma2":
-                raise _Unsupported(f"missing {key}")
+                raise Unsupported(f"missing {key}")
     _add_rope(writer, family, config)
 
 
@@ -209,16 +230,16 @@ def _add_rope(writer: Any, family: Family, config: Any) -> None:
     rope = ropes.get("full_attention", ropes)
     rope_type = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _Unsupported("partial_rotary_factor")
+        raise Unsupported("partial_rotary_factor")
     if rope_type not in ("default", "linear", *(["llama3"] if family.llama3_rope else [])):
-        raise _Unsupported(f"rope_type {rope_type}")
+        raise Unsupported(f"rope_type {rope_type}")
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope_type == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     if local := ropes.get("sliding_attention"):
         if local.get("rope_type", "default") != "default":
-            raise _Unsupported("scaled rope of sliding layers")
+            raise Unsupported("scaled rope of sliding layers")
         writer.add_rope_freq_base_swa(local["rope_theta"])
 
 
@@ -238,8 +259,8 @@ def _rope_divisors(config: Any) -> Any:
 
 
 @dataclass
-class _StoredTensor:
-    """A tensor of the file.
+class StoredTensor:
+    """A tensor of a file.
 
     Args:
         kind: gguf's type.
@@ -252,33 +273,55 @@ class _StoredTensor:
     read: Callable[[], Any]
 
 
-def _list_tensors(folder: Path, family: Family, config: Any, dtype: GGUFType) -> Iterator[_StoredTensor]:
-    import gguf
+def list_weights(folder: Path, dtype: GGUFType) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
+    """Yield name, shape and a function that reads the values (torch, float32) of each weight of a model folder.
+
+    The function raises UserError if the values are too large for the type.
+    """
     from safetensors import safe_open
 
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    if config.rope_parameters.get("rope_type") == "llama3":
-        divisors = _rope_divisors(config)
-        yield _StoredTensor("rope_freqs.weight", divisors.shape, gguf.GGMLQuantizationType.F32, lambda: divisors)
+    def read(file: Path, name: str) -> Any:
+        with safe_open(file, "pt") as weights:
+            tensor = weights.get_tensor(name).float()
+        if dtype in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
+            raise UserError(f"--gguf {dtype}: {name} has weights above 65504, the maximum of float16. Use bf16 or f32.")
+        return tensor
+
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
-            for source in sorted(weights.keys()):
-                if source == "lm_head.weight" and config.tie_word_embeddings:
-                    continue
-                target = names.get_name(source, (".weight", ".bias"))
-                if target is None or target.endswith(".bias") and not _has_bias(family, target):
-                    raise _Unsupported(f"weight {source}")
-                shape = tuple(weights.get_slice(source).get_shape())
-                read = _reader(file, source, family, config, dtype)
-                yield _StoredTensor(target, shape, _gguf_type(dtype, shape), read)
+            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in sorted(weights.keys())}
+        for name, shape in shapes.items():
+            yield name, shape, partial(read, file, name)
+
+
+def _list_tensors(folder: Path, family: Family, config: Any, dtype: GGUFType) -> Iterator[StoredTensor]:
+    import gguf
+
+    text = config.get_text_config()
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
+    names = gguf.get_tensor_name_map(arch, text.num_hidden_layers)
+    if text.rope_parameters.get("rope_type") == "llama3":
+        divisors = _rope_divisors(text)
+        yield StoredTensor("rope_freqs.weight", divisors.shape, gguf.GGMLQuantizationType.F32, lambda: divisors)
+    for full_name, shape, read in list_weights(folder, dtype):
+        source = full_name
+        if text is not config:  # a model that also reads images
+            if not is_of_language_model(full_name):
+                continue
+            source = re.sub(r".*(language_model|text_model)\.(model\.)?", "model.", full_name)
+        if source == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        target = names.get_name(source, (".weight", ".bias"))
+        if target is None or target.endswith(".bias") and not _has_bias(family, target):
+            raise Unsupported(f"weight {full_name}")
+        yield StoredTensor(target, shape, find_type(dtype, shape), _reader(read, source, family, text))
 
 
 def _has_bias(family: Family, target: str) -> bool:
     return family.all_biases or target.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
 
 
-def _gguf_type(dtype: GGUFType, shape: tuple[int, ...]) -> Any:
+def find_type(dtype: GGUFType, shape: tuple[int, ...]) -> Any:
     """Return gguf's type of a tensor."""
     from gguf import GGMLQuantizationType
 
@@ -287,24 +330,18 @@ def _gguf_type(dtype: GGUFType, shape: tuple[int, ...]) -> Any:
     return GGMLQuantizationType["F16" if dtype == "q8_0" and shape[-1] % BLOCK else dtype.upper()]
 
 
-def _reader(file: Path, source: str, family: Family, config: Any, dtype: GGUFType) -> Callable[[], Any]:
+def _reader(read_weight: Callable[[], Any], source: str, family: Family, config: Any) -> Callable[[], Any]:
     """Return a function that reads a tensor in the form that the file stores."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read() -> Any:
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as weights:
-            tensor = weights.get_tensor(source).float()
+        tensor = read_weight()
         if family.one_plus and source.endswith("norm.weight"):
             tensor = tensor + 1
         count = heads.get(source.split(".")[-2])
         if family.interleaved and count is not None:
             # Rows of each head: (halves, pairs) -> (pairs, halves).
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if dtype in ("f16", "q8_0") and tensor.ndim > 1 and tensor.abs().max() > 65504:
-            raise UserError(f"--gguf {dtype}: {source} has weights above 65504, the maximum of float16. Use bf16 "
-                            "or f32.")
         return tensor.contiguous().numpy()
 
     return read
@@ -338,7 +375,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, vocab_siz
 
     model = saved["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _Unsupported(f"tokenizer ({model['type']})")
+        raise Unsupported(f"tokenizer ({model['type']})")
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [TokenType.UNUSED] * vocab_size
     has_byte_fallback = bool(model.get("byte_fallback"))
@@ -348,7 +385,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, vocab_siz
             types[index] = TokenType.BYTE
     for added in saved["added_tokens"]:
         if added["lstrip"] or added["rstrip"] or added["single_word"]:
-            raise _Unsupported(f"token {added['content']}, which absorbs spaces or matches only whole words")
+            raise Unsupported(f"token {added['content']}, which absorbs spaces or matches only whole words")
         index, text = added["id"], added["content"]
         # Added tokens are matched in the text before spaces are escaped.
         tokens[index] = text if added["special"] or not has_byte_fallback else text.replace(SPACE, " ")
@@ -365,7 +402,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, vocab_siz
         from tokenizers.pre_tokenizers import ByteLevel
 
         if not model["vocab"].keys() >= set(ByteLevel.alphabet()):
-            raise _Unsupported("tokenizer: it has no token for some bytes")
+            raise Unsupported("tokenizer: it has no token for some bytes")
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_word_rule_name(saved))
         writer.add_token_merges([" ".join(merge) for merge in merges])
@@ -379,7 +416,7 @@ def _add_tokenizer(writer: Any, saved: dict[str, Any], tokenizer: Any, vocab_siz
     ends_with_eos = ids_with_special == [*token_ids, tokenizer.eos_token_id]
     has_both = ids_with_special == [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
     if not (starts_with_bos or ends_with_eos or has_both or ids_with_special == token_ids):
-        raise _Unsupported("tokens around a text")
+        raise Unsupported("tokens around a text")
     writer.add_add_bos_token(starts_with_bos or has_both)
     writer.add_add_eos_token(ends_with_eos or has_both)
     if tokenizer.chat_template is not None:
@@ -394,7 +431,7 @@ def _word_rule_name(saved: dict[str, Any]) -> str:
     # The normaliser NFC does not change text in Unicode's form NFC, which nearly all text has.
     if (saved["normalizer"] or {"type": "NFC"})["type"] != "NFC" or last.get("type") != "ByteLevel" or (
             last["add_prefix_space"]):
-        raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
+        raise Unsupported("tokenizer: its normalizer or pre_tokenizer")
     whole_words, by_regex = bool(saved["model"].get("ignore_merges")), last.get("use_regex", True)
     if by_regex and not whole_words:
         if first is None:
@@ -406,7 +443,7 @@ def _word_rule_name(saved: dict[str, Any]) -> str:
         for name, known_rule in WORDS.items():
             if rule == known_rule and first["behavior"] == "Isolated" and not first["invert"]:
                 return name
-    raise _Unsupported("tokenizer: its pre_tokenizer")
+    raise Unsupported("tokenizer: its pre_tokenizer")
 
 
 def _has_space_prefix(saved: dict[str, Any]) -> bool:
@@ -421,7 +458,7 @@ def _has_space_prefix(saved: dict[str, Any]) -> bool:
         escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         if [entry for entry in steps if entry.get("type") != "Prepend"] == [escape] and len(steps) == 1 + prepends:
             return prepends
-    raise _Unsupported("tokenizer: its normalizer or pre_tokenizer")
+    raise Unsupported("tokenizer: its normalizer or pre_tokenizer")
 
 
 def _token_scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]
@@ -441,7 +478,7 @@ def _token_scores(tokens: list[str], types: list[Any], vocabulary: dict[str, int
                          if token[:end] in vocabulary and token[end:] in vocabulary)
     byte_tokens = sum(token_type == TokenType.BYTE for token_type in types)
     if len(groups) != len(set(groups)) or not has_all_merges or byte_tokens != 256:
-        raise _Unsupported("tokenizer: its merges cannot be expressed as token scores")
+        raise Unsupported("tokenizer: its merges cannot be expressed as token scores")
     scores = {token: float(-rank) for rank, token in enumerate(groups)}
     return [scores.get(token, float(-len(groups))) for token in tokens]
 
@@ -452,6 +489,6 @@ def _add_end_tokens(writer: Any, folder: Path, tokenizer: Any) -> None:
     ends = sorted(dict.fromkeys(ends), key=lambda index: index != tokenizer.eos_token_id)
     keys = ("eos", "eot", "eom")
     if len(ends) > len(keys):
-        raise _Unsupported(f"{len(ends)} tokens that end an answer (eos_token_id in {GENERATION_CONFIG})")
+        raise Unsupported(f"{len(ends)} tokens that end an answer (eos_token_id in {GENERATION_CONFIG})")
     for key, index in zip(keys, ends):
         getattr(writer, f"add_{key}_token_id")(index)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from lmmods.commands.combined_adapter import Combination, Method, combine, read_runs
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
-from lmmods.commands.gguf_file import GGUFType, check_architecture, require_gguf, write_gguf
+from lmmods.commands.gguf_file import GGUFType, find_family, require_gguf, write_gguf
+from lmmods.commands.gguf_projector import check_projector, has_images, write_projector
 from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
@@ -44,8 +45,9 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
         threshold: Maximum difference of a logit, as a fraction of the largest logit; more is an error.
         force: Write even if the difference is above `threshold`.
         overwrite: Replace the contents of `out`.
-        gguf: Also write `model.gguf` for llama.cpp and Ollama, with matrices of this type. After full fine-tuning,
-            `out` is a copy of the model with that file. For models that generate text.
+        gguf: Also write `model.gguf` for llama.cpp and Ollama, with matrices of this type, and `mmproj.gguf` for a
+            model with images. After full fine-tuning, `out` is a copy of the model with these files. For models that
+            generate text.
         combination: Method to combine adapters, as in PEFT's `add_weighted_adapter`: `cat` (the default, exact: ranks
             add up), `svd` (with the largest rank), `linear`, `ties`, `dare_linear` or `dare_ties`.
         weights: Weight of each adapter. Default: their average.
@@ -67,7 +69,8 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
                 raise UserError(f"--gguf is for models that generate text, but the task of {finished.option} is "
                                 f"{finished.task}. Remove --gguf.")
             require_gguf()
-            check_architecture(finished.config().model_type)
+            find_family(finished.config())
+            check_projector(finished.config())
         if finished.has_adapter:
             _merge(finished, adapter_text, out_folder, base, dtype, threshold, force, gguf,
                    has_combined=combined.exists())
@@ -150,6 +153,8 @@ def _finish_folder(recipe: FinishedRun, tokenizer: Any, temporary: Path, out_fol
     if gguf:
         try:
             write_gguf(temporary, temporary / GGUF_FILE, gguf, out_folder.resolve().name)
+            if has_images(recipe.config()):
+                write_projector(temporary, temporary / PROJECTOR_FILE, gguf, out_folder.resolve().name)
         except UserError:
             shutil.rmtree(temporary)
             raise
@@ -273,16 +278,17 @@ def _build_card(recipe: FinishedRun, name: str, adapter_text: str, base: str,
 # form the Go template. Otherwise the Modelfile has no template, as slightly different prompts degrade answers silently.
 
 MODELFILE = "Modelfile"
-GGUF_FILE = "model.gguf"
+GGUF_FILE, PROJECTOR_FILE = "model.gguf", "mmproj.gguf"
 Render = Callable[[list[dict[str, str]]], str]
 
-# Architecture in config.json -> programs that support it, for every supported causal family. Sources: vLLM
-# 0.33.0 (models/registry.py, including its transformers backend), SGLang 0.5.23 (EntryClass of srt/models; gpt_neox,
-# olmo3 and smollm3 via its transformers fallback), llama.cpp 00bdaa1 (conversion/__init__.py), Ollama 0.33.0-rc2
-# (convert/convert.go, which reads gpt_oss only as MXFP4, not in the form that `merge` writes).
+# Architecture in config.json -> programs that support it, for every supported causal family and models with images.
+# Sources: vLLM 0.33.0 (models/registry.py, including its transformers backend), SGLang 0.5.23 (EntryClass of
+# srt/models; gpt_neox, olmo3 and smollm3 via its transformers fallback), llama.cpp 00bdaa1 (conversion/__init__.py),
+# Ollama 0.33.0-rc2 (convert/convert.go, which reads gpt_oss only as MXFP4, not in the form that `merge` writes).
 # Ollama serves the other architectures from the file that llama.cpp's converter writes.
 NO_PROGRAM: frozenset[str] = frozenset()
 GGUF = frozenset({"vLLM", "SGLang", "llama.cpp"})
+IMAGES = frozenset({"vLLM", "SGLang"})  # llama.cpp reads what `merge --gguf` writes; its converter needs hub folders
 ALL = GGUF | {"Ollama"}
 PROGRAMS = {
     "CTRLLMHeadModel": NO_PROGRAM,
@@ -293,12 +299,15 @@ PROGRAMS = {
     "GPTNeoXForCausalLM": GGUF,
     "Gemma2ForCausalLM": ALL,
     "Gemma3ForCausalLM": ALL,
+    "Gemma3ForConditionalGeneration": IMAGES,
     "Gemma4ForCausalLM": GGUF - {"llama.cpp"},  # its converter needs the whole multimodal checkpoint
     "GemmaForCausalLM": ALL,
     "Glm4ForCausalLM": GGUF,
     "GptOssForCausalLM": GGUF,
     "GraniteForCausalLM": GGUF,
+    "Idefics3ForConditionalGeneration": IMAGES - {"SGLang"},
     "LlamaForCausalLM": ALL,
+    "LlavaOnevisionForConditionalGeneration": IMAGES - {"SGLang"},
     "MistralForCausalLM": GGUF,
     "MixtralForCausalLM": ALL,
     "OPTForCausalLM": GGUF - {"llama.cpp"},
@@ -309,10 +318,14 @@ PROGRAMS = {
     "Phi3ForCausalLM": ALL,
     "PhiForCausalLM": GGUF,
     "Qwen2ForCausalLM": ALL,
+    "Qwen2VLForConditionalGeneration": IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": IMAGES,
     "Qwen3ForCausalLM": GGUF,
     "Qwen3MoeForCausalLM": GGUF,
+    "Qwen3VLForConditionalGeneration": IMAGES,
     "Qwen3_5ForCausalLM": GGUF,
     "SmolLM3ForCausalLM": GGUF,
+    "SmolVLMForConditionalGeneration": IMAGES - {"SGLang"},
     "StableLmForCausalLM": GGUF,
     "Starcoder2ForCausalLM": GGUF,
 }
@@ -470,10 +483,12 @@ def serving_lines(folder: Path) -> str:
         lines.append(("vLLM", f"vllm serve {path}"))
     if "SGLang" in programs:
         lines.append(("SGLang", f"sglang serve --model-path {path}"))
-    if "llama.cpp" in programs:
-        converts = [] if (folder / GGUF_FILE).is_file() else [f"python convert_hf_to_gguf.py {path} --outfile {gguf}"]
-        lines += zip(("llama.cpp", ""), [*converts, f"llama-server -m {gguf}"])
+    has_gguf, projector = (folder / GGUF_FILE).is_file(), folder / PROJECTOR_FILE
+    if "llama.cpp" in programs or has_gguf:
+        converts = [] if has_gguf else [f"python convert_hf_to_gguf.py {path} --outfile {gguf}"]
+        images = f" --mmproj {shlex.quote(str(projector))}" if projector.is_file() else ""
+        lines += zip(("llama.cpp", ""), [*converts, f"llama-server -m {gguf}{images}"])
     if (folder / MODELFILE).is_file():
-        condition = "" if "Ollama" in programs or (folder / GGUF_FILE).is_file() else "   (after llama.cpp's converter)"
+        condition = "" if "Ollama" in programs or has_gguf else "   (after llama.cpp's converter)"
         lines.append(("Ollama", f"ollama create {name} -f {file}{condition}"))
     return "\n".join(f"  {program:<13} {line}" for program, line in lines)

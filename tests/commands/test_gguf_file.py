@@ -7,14 +7,23 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lmmods.cli import main
-from lmmods.commands.gguf_file import LETTERS, OTHERS, SPACE, check_architecture, write_gguf
+from lmmods.commands.gguf_file import LETTERS, OTHERS, SPACE, find_family, write_gguf
+from lmmods.commands.gguf_projector import check_projector, write_projector
 from lmmods.core.errors import UserError
+from tests import vision_models
 from tests.closeness import assert_as_close
 from tests.conftest import TEXTS
+from tests.vision_models import save_vision_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -225,7 +234,82 @@ def test_weights_beyond_float16_are_rejected(tmp_path):
 
 def test_an_unsupported_architecture_is_rejected_by_name():
     with pytest.raises(UserError, match="GPT2LMHeadModel is not one of LlamaForCausalLM, .*convert_hf_to_gguf.py"):
-        check_architecture("gpt2")
+        find_family(CONFIG_MAPPING["gpt2"]())
+
+
+# Models with images: the projector is a second file ------------------------------------------------------------------
+
+SIGLIP = {"patch_embd": "embeddings.patch_embedding", "position_embd": "embeddings.position_embedding",
+          "post_ln": "post_layernorm", **{f"blk.0.{name}": f"encoder.layers.0.{module}" for name, module in {
+              "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+              "attn_out": "self_attn.out_proj", "ln1": "layer_norm1", "ln2": "layer_norm2", "ffn_up": "mlp.fc1",
+              "ffn_down": "mlp.fc2"}.items()}}
+WITH_IMAGES = ["idefics3", "smolvlm", "gemma3"]
+
+
+@pytest.fixture(params=WITH_IMAGES)
+def image_model(request, tmp_path, monkeypatch):
+    """Save a model with images; return its network and its folder."""
+    gemma = vision_models.FAMILIES["gemma3"]
+    text = gemma["config"]["text_config"] | {"layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 8}
+    monkeypatch.setitem(vision_models.FAMILIES, "gemma3", gemma | {"config": gemma["config"] | {"text_config": text}})
+    save_vision_model(request.param, tmp_path)
+    return AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), tmp_path
+
+
+def test_a_projector_has_the_weights_that_are_not_of_the_language_model(image_model):
+    model, folder = image_model
+    write_projector(folder, folder / "mmproj.gguf", "f32", "a model")
+    reader = gguf.GGUFReader(folder / "mmproj.gguf")
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    is_gemma = model.config.model_type == "gemma3"
+    tower = dict((model.model.vision_tower if is_gemma else model.model.vision_model).named_parameters())
+    expected = {f"v.{name}.{kind}": tower[f"{module}.{kind}"] for name, module in SIGLIP.items()
+                for kind in ("weight", "bias") if f"{module}.{kind}" in tower}
+    if is_gemma:
+        projector = model.model.multi_modal_projector
+        expected |= {"mm.input_projection.weight": projector.mm_input_projection_weight,
+                     "mm.soft_emb_norm.weight": 1 + projector.mm_soft_emb_norm.weight}
+    else:
+        expected["mm.model.fc.weight"] = model.model.connector.modality_projection.proj.weight
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(tensors[name], value.detach()), name
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["clip.projector_type"] == ("gemma3" if is_gemma else "idefics3")
+    assert fields["clip.vision.projector.scale_factor"] == (1 if is_gemma else 2)
+
+
+def test_a_language_model_of_a_model_with_images_has_the_same_logits(image_model):
+    model, folder = image_model
+    if model.config.model_type == "gemma3":
+        pytest.skip("transformers' reader does not know Gemma 3")
+    write_gguf(folder, folder / "model.gguf", "f32", "a model")
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
+    ids = torch.randint(20, (2, 30))
+    assert torch.equal(compute_logits(read, ids), compute_logits(model, ids))
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"do_image_splitting": False}, "image processor, whose do_image_splitting is False instead of True"),
+    ({"resample": 2}, "image processor, whose resample is 2 instead of 1")])
+def test_images_that_llama_cpp_prepares_differently_are_rejected(changes, reason, tmp_path):
+    save_vision_model("smolvlm", tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=f"does not support this model's {reason}.*convert_hf_to_gguf.py"):
+        write_projector(tmp_path, tmp_path / "mmproj.gguf", "f32", "a model")
+
+
+def test_an_unsupported_projector_is_rejected_by_its_type(tmp_path):
+    save_vision_model("llava_onevision", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    find_family(config)
+    with pytest.raises(UserError, match="llava_onevision are not supported, only idefics3, smolvlm, gemma3.*--mmproj"):
+        check_projector(config)
+
+
+# llama.cpp -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
