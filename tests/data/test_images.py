@@ -63,7 +63,7 @@ CONVERSATIONS = [
 
 
 def write_rows(folder, rows, name="rows.jsonl"):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for index, size in enumerate(SIZES):
         picture(index, *size).save(folder / f"{index}.png")
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -357,8 +357,7 @@ def test_a_model_type_that_is_not_supported(shared):
 
 
 @pytest.mark.parametrize(("model", "data", "message"), [
-    ({}, {"packing": True}, r"data\.packing is true, but must be false with model\.images"),
-    ({}, {"streaming": True}, r"data\.streaming is true"),
+    ({}, {"streaming": True}, r"data\.streaming is true, but must be false with model\.images"),
     ({}, {"on_overflow": "truncate"}, r"data\.on_overflow is truncate"),
     ({"images": False}, {"image_options": {"size": 1}}, r"data\.image_options .* must be null without model\.images"),
     ({"images": False}, {"max_image_pixels": 10}, r"data\.max_image_pixels is 10, but must be 89478485, its default"),
