@@ -20,7 +20,7 @@ from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
-from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, make_packs, processed, run
+from tests.torch_engine.test_images import PACKED, ROWS, accepted, losses, make_batch, make_packs, processed, run
 from tests.vision_models import make_arguments, save_vision_model
 
 FAMILIES = ("idefics3", "smolvlm", "gemma3")
@@ -153,7 +153,8 @@ def exported(root) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("family", "changes"), [
     ("idefics3", {}), ("gemma3", {"model.trainable_parameters": [""]}),
-    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"})], ids=["full", "all", "qlora"])
+    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4", "data.packing": True})],
+    ids=["full", "all", "qlora"])
 def test_both_engines_train_and_save_the_same(arguments, family, changes, model_folder, tmp_path):
     for engine in ("torch", "jax"):
         run("fit", *arguments(tmp_path / engine, family, engine, **changes))
@@ -181,10 +182,11 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
     assert {saved_name(name) for name in network.to_torch(tree)} == expected.keys()
 
 
-@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_any_split_and_several_devices_give_the_same_steps(arguments, family, tmp_path):
+@pytest.mark.parametrize(("family", "changes"), [("idefics3", {}), pytest.param("gemma3", PACKED,
+                                                                                marks=pytest.mark.slow)])
+def test_any_split_and_several_devices_give_the_same_steps(arguments, family, changes, tmp_path):
     """With the whole model in training, rows of zero to three images, and chunks of some of them."""
-    whole = {"model.trainable_parameters": [""]}
+    whole = {"model.trainable_parameters": [""], **changes}
     splits = {"whole": {"data.batch_size": 8}, "split": {"data.batch_size": 4, "trainer.accumulate_grad_batches": 2},
               "devices": {"data.batch_size": 4, "trainer.devices": 2},
               "chunks": {"data.batch_size": 8, "model.piece_tokens": 100}}
@@ -219,6 +221,8 @@ def test_what_is_not_supported_is_an_error(arguments, model_folder, tmp_path, ca
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_engines_agree_on_a_recipe(arguments, tmp_path, capsys):
-    run("inspect", *arguments(tmp_path / "run", "gemma3", **{"model.lora": {"rank": 4}}), "--parity", "true")
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_engines_agree_on_a_recipe(arguments, packing, tmp_path, capsys):
+    run("inspect", *arguments(tmp_path / "run", "gemma3", **{"model.lora": {"rank": 4}, "data.packing": packing}),
+        "--parity", "true")
     assert "Parity: pass" in capsys.readouterr().out
