@@ -16,14 +16,16 @@ from lmmods.core.image_models import image_token, is_of_language_model
 from lmmods.core.labels import IGNORED
 from lmmods.data.sft import SFTData
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.decoding import Record, generate
 from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
-from tests.closeness import Float64, in_float64
+from tests.closeness import Float64, gradients, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
+from tests.torch_engine.test_packed_attention import attend_by_document, calls
 from tests.vision_models import FAMILIES, make_arguments, make_processor, picture, save_vision_model
 
 ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
@@ -115,6 +117,27 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
                     torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-12)
     if trained == "all":  # every part of the model is compared with something
         assert any(grad is not None and grad.any() for name, grad in expected.items() if not is_of_language_model(name))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in (
+    "idefics3", "qwen3_vl", "llava_onevision"))])
+def test_packs_have_the_same_gradients_by_the_kernel_for_documents(family, model_folder, tmp_path):
+    """In float64, with a loop for torch's kernel; a model in 16 bits chooses it."""
+    packs = [{name: value.double() if value.is_floating_point() else value for name, value in pack.items()}
+             for pack in make_packs(model_folder(family), tmp_path)]
+    data, _ = make_batch(model_folder(family), tmp_path)
+    model = build(model_folder(family), data, trainable_parameters=[""]).bfloat16()
+    model.set_attn_implementation("sdpa")
+    prefer_varlen(model, attend_by_document)
+    assert model.config._attn_implementation == VARLEN
+    exact, grads = in_float64(model), []
+    with Float64():
+        for attention in ("sdpa", VARLEN):
+            exact.set_attn_implementation(attention)
+            calls.clear()
+            grads.append(gradients(exact, sum(causal_loss(exact, None, pack).total for pack in packs)))
+    assert len(calls) == len(packs) * model.config.get_text_config().num_hidden_layers
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
