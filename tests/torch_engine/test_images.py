@@ -356,3 +356,10 @@ def test_samples_and_text_prompts_work_during_training(arguments, tmp_path):
     run("fit", *arguments(tmp_path / "run", "gemma3", **{
         "samples.prompts": ["What is this?"], "samples.every_n_steps": 3, "samples.max_new_tokens": 4}))
     assert any((tmp_path / "run").rglob("*samples*"))
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED])
+def test_a_plan_needs_no_weights(arguments, changes, tmp_path, capsys):
+    """Gemma's vision tower draws from truncated normal distributions, which weights without values must not repeat."""
+    run("plan", *arguments(tmp_path / "run", "gemma3", **changes), "--on", "h100")
+    assert "simulated  fits" in capsys.readouterr().out
