@@ -238,8 +238,10 @@ def test_any_batch_split_gives_the_same_steps(arguments, family, changes, tmp_pa
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "changes"), [("idefics3", {}), pytest.param("qwen3_vl", PACKED | {
-    "model.lora": {"rank": 4, "dropout": 0.1}}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "changes"), [("idefics3", {}), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3_vl", PACKED | {"model.lora": {"rank": 4, "dropout": 0.1}}),
+        ("gemma3", {"data.streaming": True, "data.stream_window": 5})))])
 def test_a_resumed_run_ends_with_the_same_bits(arguments, family, changes, tmp_path):
     adam = changes | {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 1,
             "checkpoint.keep_last": 9}

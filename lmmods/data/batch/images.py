@@ -44,7 +44,8 @@ class ImageSet(Dataset):
         row = self.items[index]
         if row is None or not len(row["images"]):
             return row
-        values, info = self.rows.source_row(row["index"]), self.rows.info(row["index"])
+        # A copy, as a stream gives its own row.
+        values, info = dict(self.rows.source_row(row["index"])), self.rows.info(row["index"])
         folder = values.pop(FOLDER, None)
         images = images_of(self._read(values, info["format"]))
         has_changed = UserError(f"{self.rows.location(row['index'])}: an image has changed since the row was encoded. "
