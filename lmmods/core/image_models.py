@@ -20,19 +20,21 @@ class ImageFamily:
     """How a family's image inputs belong to rows.
 
     Args:
-        whole_rows: Inputs with one entry per row, [B, ...]; others are [n, ...], the entries of all rows in order.
+        whole_rows: Inputs [B, N, ...], padded with zeros; others are [n, ...], the entries of all rows in order.
         token_types: Input [B, T] that is 1 for image tokens; None if the network has none.
+        in_both_directions: True if the tokens of an image attend to later ones of it.
     """
 
     whole_rows: tuple[str, ...] = ()
     token_types: str | None = None
+    in_both_directions: bool = False
 
 
 IDEFICS = ImageFamily(("pixel_values", "pixel_attention_mask"))
 QWEN = ImageFamily(token_types="mm_token_type_ids")
 IMAGE_FAMILIES = {
-    "smolvlm": IDEFICS, "idefics3": IDEFICS, "gemma3": ImageFamily(token_types="token_type_ids"), "qwen2_vl": QWEN,
-    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "llava_onevision": ImageFamily(("batch_num_images",)),
+    "smolvlm": IDEFICS, "idefics3": IDEFICS, "qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
+    "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "llava_onevision": ImageFamily(),
 }
 
 

@@ -65,8 +65,6 @@ class ImageFields(CausalFields):
         if self.images:
             require(max_pixels is not None, "data.class_path", type(data).__name__.removesuffix("Fields"),
                     f"{self.takes} with model.images", "model.images")
-            for key in ("packing", "streaming"):
-                require(not getattr(data, key), f"data.{key}", True, "false with model.images", "model.images")
             on_overflow = getattr(data, "on_overflow", None)
             require(on_overflow in (None, "error", "skip", "truncate_turns"), "data.on_overflow", on_overflow,
                     "error, skip or truncate_turns with model.images, as an image cannot be truncated", "model.images")

@@ -55,11 +55,10 @@ def _by_name(module: TaskModule) -> dict[str, nn.Parameter]:
 def _logits(module: TaskModule, row: Row, positions: Tensor) -> Tensor:
     """Return the logits of the network's own forward pass at the given tokens, [P, V]; for answer spans [P, 2]."""
     inputs = {name: torch.from_numpy(values).to(module.device) for name, values in sequences(row).items()}
-    inputs.pop("segment_ids", None)
     further_inputs = getattr(module.model, "further_inputs", lambda _: {})(inputs)
-    inputs = {name: x for name, x in inputs.items() if not name.startswith(PER_ROW)} | further_inputs
-    if "position_ids" in inputs:  # packed: with an all-ones mask or a cache, documents would attend to each other
-        del inputs["attention_mask"]
+    # Packed rows have no mask: with an all-ones mask or a cache, documents would attend to each other.
+    unused = ("segment_ids", "attention_mask") if "position_ids" in inputs else ()
+    inputs = {name: x for name, x in inputs.items() if not name.startswith((PER_ROW, *unused))} | further_inputs
     options = {"use_cache": False} if isinstance(module, CausalModule) else {}
     # PEFT's wrapper for answer spans drops token_type_ids; the adapters are inside the network itself.
     network = module.model.get_base_model() if module.trains_adapter else module.model

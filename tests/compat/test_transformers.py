@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import (
     DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -21,12 +23,14 @@ from transformers import (
 from transformers.activations import NewGELUActivation
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.utils.logging import set_tqdm_hook
 
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat import transformers as compat
 from lmmods.torch_engine.nn.building import compile_layers, fuse_activations
 from tests.compat.contract import fix
+from tests.vision_models import SIGLIP, TEXT
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,31 @@ def test_the_attention_implementation_is_known_and_can_be_changed(llama):
     llama.set_attn_implementation("eager")
     assert compat.attention_name(llama) == "eager", fix("transformers", compat.attention_name)
     assert compat.can_change_attention(llama) is True, fix("transformers", compat.can_change_attention)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gemmas_masks_of_packed_documents_are_those_of_each_document(attention):
+    text = {**TEXT, "vocab_size": 8, "sliding_window": 3}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=SIGLIP, mm_tokens_per_image=4))
+    model.set_attn_implementation(attention)
+    # Documents end and start with an image, and have more tokens than the window.
+    is_image = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0],
+                             [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]]) > 0
+    segments = torch.tensor([[1] * 5 + [2] * 11, [1] * 2 + [2] * 12 + [0] * 2])
+    masks = compat.masks_of_documents(model, is_image, segments)
+    hidden = torch.ones(2, 1, 16, 16, dtype=torch.bool)
+    for row, start, end in ((0, 0, 5), (0, 5, 16), (1, 0, 2), (1, 2, 14)):
+        expected = modeling_gemma3.create_masks_for_vision_model(
+            model.config.text_config, torch.zeros(1, end - start, 1), None, None, None,
+            modeling_gemma3.get_block_sequence_ids_for_mask(is_image[row:row + 1, start:end].long()))
+        for name, mask in expected.items():
+            assert torch.equal(masks[name][row, :, start:end, start:end], mask[0]), fix(
+                "transformers", compat.masks_of_documents)
+        hidden[row, :, start:end, start:end] = False
+    hidden[1, :, 14:, 14:] = False  # padding
+    for mask in masks.values():
+        values = mask[hidden].unique().tolist()
+        assert values == [torch.finfo(torch.float32).min if attention == "eager" else False]
 
 
 def test_gelu_of_gpt2_equals_that_of_torch():

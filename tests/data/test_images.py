@@ -63,7 +63,7 @@ CONVERSATIONS = [
 
 
 def write_rows(folder, rows, name="rows.jsonl"):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for index, size in enumerate(SIZES):
         picture(index, *size).save(folder / f"{index}.png")
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -338,6 +338,19 @@ def test_a_row_does_not_choose_its_folder(gemma, tmp_path, monkeypatch):
         "an image is a path, but the data file is not on this machine": 1}
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_gives_the_batches_of_stored_rows(gemma, packing, tmp_path):
+    """A stream's rows stay in memory as read; an item may be made twice."""
+    source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in CONVERSATIONS])
+    stored, stream = (load(gemma, source, tmp_path, packing=packing, batch_size=1, **options)
+                      for options in ({}, {"streaming": True, "stream_window": 4}))
+    first, second = (stream.items("train")[0]["image_inputs"]["pixel_values"] for _ in range(2))
+    assert np.array_equal(first, second)
+    for expected, batch in zip(stored.train_batches(), stream.train_batches()):
+        assert batch.keys() - expected.keys() == {"loss_weights"}
+        assert all(torch.equal(batch[name], value) for name, value in expected.items())
+
+
 # ---- options ----
 
 def test_options_of_the_image_processor(shared, tmp_path):
@@ -357,8 +370,6 @@ def test_a_model_type_that_is_not_supported(shared):
 
 
 @pytest.mark.parametrize(("model", "data", "message"), [
-    ({}, {"packing": True}, r"data\.packing is true, but must be false with model\.images"),
-    ({}, {"streaming": True}, r"data\.streaming is true"),
     ({}, {"on_overflow": "truncate"}, r"data\.on_overflow is truncate"),
     ({"images": False}, {"image_options": {"size": 1}}, r"data\.image_options .* must be null without model\.images"),
     ({"images": False}, {"max_image_pixels": 10}, r"data\.max_image_pixels is 10, but must be 89478485, its default"),

@@ -20,7 +20,7 @@ from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
-from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, processed, run
+from tests.torch_engine.test_images import PACKED, ROWS, accepted, losses, make_batch, make_packs, processed, run
 from tests.vision_models import make_arguments, save_vision_model
 
 FAMILIES = ("idefics3", "smolvlm", "gemma3")
@@ -46,6 +46,25 @@ def pad_images(batch, more):
     return padded
 
 
+def in_torch(folder, inputs, labels):
+    """Return transformers' logits of real tokens, summed loss and all gradients, in float32 and in float64."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+
+    def run_torch(model):
+        given = {name: value.to(next(model.parameters()).dtype) if value.is_floating_point() else value
+                 for name, value in inputs.items()}
+        logits = model(**accepted(model, given)).logits
+        targets = torch.tensor(labels[:, 1:logits.shape[1]])
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+        grads = gradients(model, loss)
+        return logits[inputs["attention_mask"] > 0], loss, {
+            name: grads.get(name, torch.zeros(param.shape)) for name, param in model.named_parameters()}
+
+    expected, exact = in_both(run_torch, model)
+    assert list(exact[2]) == [name for name, _ in model.named_parameters()]
+    return expected, exact
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_folder, tmp_path):
     """Of every parameter, also with blank images that only pad the batch."""
@@ -53,25 +72,11 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
     data, batch = make_batch(folder, tmp_path)
     labels = batch["labels"].numpy()
     inputs = processed(family, tmp_path, ROWS[:6])
-    length = inputs["input_ids"].shape[1]
     if family != "gemma3":  # padding around images, as around those of other shapes
         for mask in (inputs["pixel_attention_mask"], batch["per_row/pixel_attention_mask"]):
             mask[1, 0, 12:] = mask[1, 0, :, 8:] = mask[0, 0, 4:] = 0
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    real = inputs["attention_mask"] > 0
-
-    def run_torch(model):
-        given = {name: value.to(next(model.parameters()).dtype) if value.is_floating_point() else value
-                 for name, value in inputs.items()}
-        logits = model(**accepted(model, given)).logits
-        targets = torch.tensor(labels[:, 1:length])
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
-        grads = gradients(model, loss)
-        return logits[real], loss, {name: grads.get(name, torch.zeros(param.shape))
-                                    for name, param in model.named_parameters()}
-
-    expected, exact = in_both(run_torch, model)
-    assert list(exact[2]) == [name for name, _ in model.named_parameters()]
+    expected, exact = in_torch(folder, inputs, labels)
+    real = inputs["attention_mask"].numpy() > 0
     network, params = on_jax(folder)
     for more in (0, 2):
         padded = pad_images(batch, more)
@@ -79,10 +84,22 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
             lambda params, batch=padded: our_loss(network, params, batch, labels), has_aux=True))(params)
         named = network.to_torch(grads)
         assert list(named) == list(exact[2])
-        actual = (np.asarray(logits)[:, :length][real.numpy()], loss, named)
+        actual = (np.asarray(logits)[:, :real.shape[1]][real], loss, named)
         for compared in zip(actual, expected, exact, strict=True):
             assert_as_close(*compared, terms=1024)
     assert all(grad.any() for name, grad in exact[2].items() if "vision" in name and "k_proj.bias" not in name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs_have_the_loss_and_all_gradients_of_their_rows(family, model_folder, tmp_path):
+    folder = model_folder(family)
+    _, batch = make_batch(folder, tmp_path)
+    expected, exact = in_torch(folder, processed(family, tmp_path, ROWS[:6]), batch["labels"].numpy())
+    network, params = on_jax(folder)
+    packs = [{name: x.numpy() for name, x in pack.items()} for pack in make_packs(folder, tmp_path)]
+    loss, grads = jax.jit(jax.value_and_grad(
+        lambda params: sum(our_loss(network, params, pack, pack["labels"])[0] for pack in packs)))(params)
+    assert_as_close((loss, network.to_torch(grads)), expected[1:], exact[1:], terms=1024)
 
 
 @pytest.mark.parametrize(("family", "options"), [
@@ -136,7 +153,8 @@ def exported(root) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("family", "changes"), [
     ("idefics3", {}), ("gemma3", {"model.trainable_parameters": [""]}),
-    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"})], ids=["full", "all", "qlora"])
+    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4", "data.packing": True})],
+    ids=["full", "all", "qlora"])
 def test_both_engines_train_and_save_the_same(arguments, family, changes, model_folder, tmp_path):
     for engine in ("torch", "jax"):
         run("fit", *arguments(tmp_path / engine, family, engine, **changes))
@@ -164,10 +182,11 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
     assert {saved_name(name) for name in network.to_torch(tree)} == expected.keys()
 
 
-@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_any_split_and_several_devices_give_the_same_steps(arguments, family, tmp_path):
+@pytest.mark.parametrize(("family", "changes"), [("idefics3", {}), pytest.param("gemma3", PACKED,
+                                                                                marks=pytest.mark.slow)])
+def test_any_split_and_several_devices_give_the_same_steps(arguments, family, changes, tmp_path):
     """With the whole model in training, rows of zero to three images, and chunks of some of them."""
-    whole = {"model.trainable_parameters": [""]}
+    whole = {"model.trainable_parameters": [""], **changes}
     splits = {"whole": {"data.batch_size": 8}, "split": {"data.batch_size": 4, "trainer.accumulate_grad_batches": 2},
               "devices": {"data.batch_size": 4, "trainer.devices": 2},
               "chunks": {"data.batch_size": 8, "model.piece_tokens": 100}}
@@ -202,6 +221,8 @@ def test_what_is_not_supported_is_an_error(arguments, model_folder, tmp_path, ca
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_engines_agree_on_a_recipe(arguments, tmp_path, capsys):
-    run("inspect", *arguments(tmp_path / "run", "gemma3", **{"model.lora": {"rank": 4}}), "--parity", "true")
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_engines_agree_on_a_recipe(arguments, packing, tmp_path, capsys):
+    run("inspect", *arguments(tmp_path / "run", "gemma3", **{"model.lora": {"rank": 4}, "data.packing": packing}),
+        "--parity", "true")
     assert "Parity: pass" in capsys.readouterr().out

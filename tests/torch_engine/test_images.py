@@ -13,16 +13,19 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, pipeline
 
 from lmmods.cli import main
 from lmmods.core.image_models import image_token, is_of_language_model
+from lmmods.core.labels import IGNORED
 from lmmods.data.sft import SFTData
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.decoding import Record, generate
 from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
-from tests.closeness import Float64, in_float64
+from tests.closeness import Float64, gradients, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
+from tests.torch_engine.test_packed_attention import attend_by_document, calls
 from tests.vision_models import FAMILIES, make_arguments, make_processor, picture, save_vision_model
 
 ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
@@ -34,10 +37,10 @@ def model_folder(shared):
     return lambda family: shared(f"vision_{family}", lambda folder: save_vision_model(family, folder))
 
 
-def make_batch(folder, tmp_path, batch_size=6, **fields):
+def make_batch(folder, tmp_path, batch_size=6, rows=ROWS, max_length=256, **fields):
     """Return a data module and its first training batch."""
-    source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in ROWS])
-    data = SFTData(source=source, max_length=256, batch_size=batch_size, shuffle=False,
+    source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in rows])
+    data = SFTData(source=source, max_length=max_length, batch_size=batch_size, shuffle=False,
                    cache_dir=str(tmp_path / "cache"), **fields)
     data.connect(seed=7, **SFT(pretrained=str(folder), images=True).data_facts("fit", None))
     data.prepare_data()
@@ -66,12 +69,22 @@ def accepted(model, inputs):
     return {name: value for name, value in inputs.items() if name in inspect.signature(model.forward).parameters}
 
 
+def make_packs(folder, tmp_path):
+    """Return the batches of the first six rows in packs twice as long as the longest, two packs in each batch."""
+    data, batch = make_batch(folder, tmp_path)
+    packed, _ = make_batch(folder, tmp_path / "packed", 2, ROWS[:6], int(2 * batch["attention_mask"].sum(1).max()),
+                           packing=True)
+    batches = list(packed.train_batches())
+    assert len(batches[0]["segment_ids"]) == 2 and batches[0]["segment_ids"].max() > 1
+    return batches
+
+
 # ---- one batch ----
 
 @pytest.mark.parametrize("trained", ["language", "all"])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_loss_and_gradients_are_those_of_transformers(family, trained, model_folder, tmp_path):
-    """In float64; the loss over targets of our batch, also split into chunks."""
+    """In float64; the loss over targets of our batch, also split into chunks, and of the same rows in packs."""
     folder = model_folder(family)
     data, batch = make_batch(folder, tmp_path)
     model = build(folder, data, **({"trainable_parameters": [""]} if trained == "all" else {}))
@@ -82,19 +95,20 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
     length = inputs["input_ids"].shape[1]
     assert torch.equal(batch["input_ids"][:, :length] * batch["attention_mask"][:, :length],
                        inputs["input_ids"] * inputs["attention_mask"])
-    model = in_float64(model)
+    packs, model = make_packs(folder, tmp_path), in_float64(model)
     model.further_inputs = ImageInputs(model)
     with Float64():
         inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
         expected_model(**accepted(expected_model, inputs), labels=batch["labels"][:, :length]).loss.backward()
         expected = {name: param.grad for name, param in expected_model.named_parameters()}
-        batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        batches = [{name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+                   for batch in (batch, *packs)]
         head = LMHead.from_model(model)
-        for chunks in ([batch], split_rows(batch, 1)):
-            assert len(chunks) in (1, 6)
+        for chunks in (batches[:1], split_rows(batches[0], 1), batches[1:]):
             model.zero_grad()
             sums = [causal_loss(model, head, chunk) for chunk in chunks]
             weight = sum(part.weight for part in sums)
+            assert weight == batches[0]["labels"].ne(IGNORED).sum()
             (sum(part.total for part in sums) / weight).backward()
             for name, param in model.named_parameters():
                 if param.requires_grad:
@@ -103,6 +117,27 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
                     torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-12)
     if trained == "all":  # every part of the model is compared with something
         assert any(grad is not None and grad.any() for name, grad in expected.items() if not is_of_language_model(name))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in (
+    "idefics3", "qwen3_vl", "llava_onevision"))])
+def test_packs_have_the_same_gradients_by_the_kernel_for_documents(family, model_folder, tmp_path):
+    """In float64, with a loop for torch's kernel; a model in 16 bits chooses it."""
+    packs = [{name: value.double() if value.is_floating_point() else value for name, value in pack.items()}
+             for pack in make_packs(model_folder(family), tmp_path)]
+    data, _ = make_batch(model_folder(family), tmp_path)
+    model = build(model_folder(family), data, trainable_parameters=[""]).bfloat16()
+    model.set_attn_implementation("sdpa")
+    prefer_varlen(model, attend_by_document)
+    assert model.config._attn_implementation == VARLEN
+    exact, grads = in_float64(model), []
+    with Float64():
+        for attention in ("sdpa", VARLEN):
+            exact.set_attn_implementation(attention)
+            calls.clear()
+            grads.append(gradients(exact, sum(causal_loss(exact, None, pack).total for pack in packs)))
+    assert len(calls) == len(packs) * model.config.get_text_config().num_hidden_layers
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -180,15 +215,22 @@ def saved(root) -> dict[str, torch.Tensor]:
     return load_file(RunFolder(root).resolve("last") / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "llava_onevision", "qwen2_5_vl"))])
-def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
+PACKED = {"data.packing": True, "data.max_length": 80}
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("idefics3", {}), ("qwen3_vl", {}), ("qwen2_5_vl", PACKED), *(
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("gemma3", {}), ("llava_onevision", {}), ("qwen2_5_vl", {}), ("gemma3", PACKED),
+            ("llava_onevision", PACKED)))])
+def test_any_batch_split_gives_the_same_steps(arguments, family, changes, tmp_path):
     """With the whole model in training, and rows of zero to three images."""
     results = []
     for size in (8, 4, 1):
         root = tmp_path / f"split{size}"
-        run("fit", *arguments(root, family, **{"data.batch_size": size, "trainer.accumulate_grad_batches": 8 // size,
-                                               "model.trainable_parameters": [""], "data.num_workers": int(size == 4)}))
+        run("fit", *arguments(root, family, **changes, **{
+            "data.batch_size": size, "trainer.accumulate_grad_batches": 8 // size, "model.trainable_parameters": [""],
+            "data.num_workers": int(size == 4)}))
         results.append((losses(root), saved(root)))
     for other_losses, weights in results[1:]:
         assert other_losses == pytest.approx(results[0][0], rel=1e-5)
@@ -196,13 +238,17 @@ def test_any_batch_split_gives_the_same_steps(arguments, family, tmp_path):
             torch.testing.assert_close(weight, results[0][1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(arguments, tmp_path):
-    adam = {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 1,
+@pytest.mark.parametrize(("family", "changes"), [("idefics3", {}), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3_vl", PACKED | {"model.lora": {"rank": 4, "dropout": 0.1}}),
+        ("gemma3", {"data.streaming": True, "data.stream_window": 5})))])
+def test_a_resumed_run_ends_with_the_same_bits(arguments, family, changes, tmp_path):
+    adam = changes | {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 1,
             "checkpoint.keep_last": 9}
-    run("fit", *arguments(tmp_path / "whole", **adam, **{"trainer.max_steps": 4}))
+    run("fit", *arguments(tmp_path / "whole", family, **adam, **{"trainer.max_steps": 4}))
     second = next(path for path in (tmp_path / "whole").rglob("*step=2*") if path.is_dir())
     shutil.copytree(second, tmp_path / "step2")
-    run("fit", *arguments(tmp_path / "again", **adam, **{"trainer.max_steps": 4}), "--ckpt_path",
+    run("fit", *arguments(tmp_path / "again", family, **adam, **{"trainer.max_steps": 4}), "--ckpt_path",
         str(tmp_path / "step2"))
     assert len(losses(tmp_path / "again")) == 2
     assert all(torch.equal(value, saved(tmp_path / "whole")[name]) for name, value in saved(tmp_path / "again").items())
@@ -312,3 +358,10 @@ def test_samples_and_text_prompts_work_during_training(arguments, tmp_path):
     run("fit", *arguments(tmp_path / "run", "gemma3", **{
         "samples.prompts": ["What is this?"], "samples.every_n_steps": 3, "samples.max_new_tokens": 4}))
     assert any((tmp_path / "run").rglob("*samples*"))
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED])
+def test_a_plan_needs_no_weights(arguments, changes, tmp_path, capsys):
+    """Gemma's vision tower draws from truncated normal distributions, which weights without values must not repeat."""
+    run("plan", *arguments(tmp_path / "run", "gemma3", **changes), "--on", "h100")
+    assert "simulated  fits" in capsys.readouterr().out

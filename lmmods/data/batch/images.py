@@ -44,7 +44,8 @@ class ImageSet(Dataset):
         row = self.items[index]
         if row is None or not len(row["images"]):
             return row
-        values, info = self.rows.source_row(row["index"]), self.rows.info(row["index"])
+        # A copy, as a stream gives its own row.
+        values, info = dict(self.rows.source_row(row["index"])), self.rows.info(row["index"])
         folder = values.pop(FOLDER, None)
         images = images_of(self._read(values, info["format"]))
         has_changed = UserError(f"{self.rows.location(row['index'])}: an image has changed since the row was encoded. "
@@ -62,13 +63,13 @@ class ImageSet(Dataset):
 class ImageCollator:
     """Adds the images of rows to batches, as columns whose names start with PER_ROW.
 
-    An input with an entry per row is [B, ...]. Others have n entries of a row, and are [B, max n, ...] with the column
-    COUNT + name [B]. Shapes are padded with zeros to the largest of the batch. Batches without images have no such
+    An input that has n entries of a row is [B, max n, ...], padded with zeros to the largest of the batch. Without
+    padding in the network's own form, it also has a column COUNT + name [B]. Batches without images have no such
     columns.
 
     Args:
         collator: Collator of the other columns.
-        family: Which inputs have an entry per row.
+        family: Which inputs are padded in the network's own form.
     """
 
     collator: Collate
@@ -79,14 +80,24 @@ class ImageCollator:
         inputs = [(row or {}).get(INPUTS) or {} for row in rows]
         for name in dict.fromkeys(name for row in inputs for name in row):
             arrays: list[Any] = [as_array(row[name]) if name in row else None for row in inputs]
-            if name in self.family.whole_rows:
-                arrays = [None if array is None else array[0] for array in arrays]
-            else:
+            if name not in self.family.whole_rows:
                 batch[COUNT + name] = torch.tensor([0 if array is None else len(array) for array in arrays])
             blank = next(array for array in arrays if array is not None)
             blank = np.zeros([0] * blank.ndim, blank.dtype)
             batch[PER_ROW + name] = torch.from_numpy(as_array([blank if array is None else array for array in arrays]))
         return batch
+
+
+def join_inputs(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the inputs of several rows with images as those of one row, padded as in `ImageCollator`."""
+    joined = {}
+    for name in rows[0]:
+        arrays = [as_array(row[name]) for row in rows]
+        shape = np.max([array.shape[1:] for array in arrays], 0)
+        joined[name] = np.concatenate([
+            np.pad(array, [(0, 0), *((0, size - own) for size, own in zip(shape, array.shape[1:], strict=True))])
+            for array in arrays])
+    return joined
 
 
 def as_array(value: Any) -> np.ndarray:

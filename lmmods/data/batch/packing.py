@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.collate import PLACES
+from lmmods.data.batch.images import INPUTS, join_inputs
 from lmmods.data.order.sampler import shuffle_rows, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
@@ -76,8 +77,8 @@ class PackedSet(Dataset):
     number + draw * len(self) consists of the items of that draw.
 
     Args:
-        items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight`, numbered
-            like those of `NumberedSet`.
+        items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight` and those of
+            an `ImageSet`, numbered like those of `NumberedSet`.
         groups: Numbers of consecutive items that are packed separately, one for each source. None packs all items
             together.
     """
@@ -125,10 +126,14 @@ class PackedSet(Dataset):
         # A copy: the stored rows must not change below.
         labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED  # the token before belongs to another document
-        weights = {"weight": np.repeat([row["weight"] for row in rows], sizes)} if "weight" in rows[0] else {}
+        further: dict[str, Any] = {}
+        if "weight" in rows[0]:
+            further["weight"] = np.repeat([row["weight"] for row in rows], sizes)
         if PLACES in rows[0]:
-            weights[PLACES] = np.concatenate([row[PLACES] for row in rows])
-        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **weights,
+            further[PLACES] = np.concatenate([row[PLACES] for row in rows])
+        if images := [row[INPUTS] for row in rows if INPUTS in row]:
+            further[INPUTS] = join_inputs(images)
+        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, **further,
                 "position_ids": np.concatenate([np.arange(size) for size in sizes]),
                 # From 1, as the collator pads with 0.
                 "segment_ids": np.repeat(np.arange(1, len(rows) + 1), sizes),

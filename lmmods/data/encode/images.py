@@ -132,8 +132,9 @@ class ImageProcessor:
         return texts
 
     def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
-        """Return the network's inputs from the images of a row: arrays, or lists of arrays."""
-        return self._run(pictures)[0]
+        """Return the network's inputs from the images of a row: arrays [n, ...], or lists of n arrays."""
+        return {name: values[0] if name in self.family.whole_rows else values
+                for name, values in self._run(pictures)[0].items()}
 
     def _run(self, pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         try:

@@ -32,6 +32,35 @@ def can_change_attention(model: nn.Module) -> bool:
     return model._can_set_attn_implementation()
 
 
+def masks_of_documents(model: nn.Module, is_image: Tensor, segments: Tensor) -> dict[str, Tensor]:
+    """Return Gemma 3's masks of packed rows, by type of layer: `masking_utils`, and the blocks of `modeling_gemma3`.
+
+    transformers itself compares indices in the row with positions in documents, in layers with a sliding window.
+
+    Args:
+        model: With or without PEFT's wrapper.
+        is_image: [B, T] bool. Consecutive image tokens of a document are an image, and attend to each other.
+        segments: [B, T], a number for each document of a row.
+    """
+    from transformers.masking_utils import (
+        and_masks,
+        blockwise_overlay,
+        create_causal_mask,
+        packed_sequence_mask_function,
+        sliding_window_overlay,
+    )
+    from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
+
+    config = model.config.get_text_config()
+    documents, images = packed_sequence_mask_function(segments), get_block_sequence_ids_for_mask(is_image.long())
+    # Only shape, dtype and device of the embeddings matter.
+    embeddings = model.get_input_embeddings().weight.new_empty(*segments.shape, 0)
+    visible = {"full_attention": documents,
+               "sliding_attention": and_masks(documents, sliding_window_overlay(config.sliding_window))}
+    return {name: create_causal_mask(config, embeddings, None, None, or_mask_function=blockwise_overlay(images),
+                                     and_mask_function=function) for name, function in visible.items()}
+
+
 def layers_to_quantize(model: nn.Module, skip: list[str] | None) -> list[str]:
     """Return the names of the linear layers that bitsandbytes packs: not in `HfQuantizer.get_modules_to_not_convert`.
 

@@ -20,6 +20,7 @@ from lmmods.core.console import say
 from lmmods.core.errors import UserError, first_line, one_line
 from lmmods.torch_engine.compat.transformers import attention_name, can_change_attention
 from lmmods.torch_engine.nn.cpu_kernels import thin_products, uses_onednn
+from lmmods.torch_engine.nn.lm_head import network_inputs
 
 VARLEN, CPU = "varlen", "sdpa_cpu"
 # Maximum number of tokens for float32. Measured with torch 2.13, forward and backward, 6 heads of size 64, two Zen 4
@@ -214,11 +215,13 @@ def _disagreement(model: nn.Module, expected: Tensor) -> str | None:
 
 @torch.no_grad()
 def _packed_logits(model: nn.Module) -> Tensor:
-    weight = model.get_input_embeddings().weight
     # A row of 64 tokens in three documents.
-    positions = torch.cat([torch.arange(length, device=weight.device) for length in (40, 7, 17)]).unsqueeze(0)
-    ids = torch.arange(64, device=weight.device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    lengths = torch.tensor([40, 7, 17])
+    batch = {"input_ids": torch.arange(64) % model.config.get_text_config().vocab_size,
+             "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+             "segment_ids": torch.arange(1, 4).repeat_interleave(lengths)}
+    device = model.get_input_embeddings().weight.device
+    return model(**network_inputs(model, {name: x[None].to(device) for name, x in batch.items()})).logits.float()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

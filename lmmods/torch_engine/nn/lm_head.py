@@ -204,7 +204,23 @@ def run_without_head(model: nn.Module, head: LMHead | None, batch: dict[str, Ten
 
     Without a head: logits [B, T, V], and the identity as head.
     """
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False, **options}
+    inputs = network_inputs(model, batch) | options
+    if head is None:
+        outputs = model(**inputs)
+        return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs
+    # The layer runs on zero positions, so the model's own logits [B, T, V] are never computed.
+    with _capture(head.layer) as captured:
+        outputs = model(**inputs)
+    return captured[0], head, head.params(), head.vocab_size, head.plain, outputs
+
+
+def network_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass without a cache.
+
+    Args:
+        batch: As in `causal_loss`, without labels.
+    """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     # With an all-ones mask, transformers would ignore the restarts in position_ids and let packed documents attend to
     # each other, so packed rows have no mask.
     inputs |= {"position_ids": batch["position_ids"]} if "position_ids" in batch else {
@@ -214,13 +230,7 @@ def run_without_head(model: nn.Module, head: LMHead | None, batch: dict[str, Ten
         inputs["attention_mask"] = batch["row_segments"]
     if (further_inputs := getattr(model, "further_inputs", None)) is not None:
         inputs |= further_inputs(batch)
-    if head is None:
-        outputs = model(**inputs)
-        return outputs.logits, lambda x: x, [], outputs.logits.shape[-1], False, outputs
-    # The layer runs on zero positions, so the model's own logits [B, T, V] are never computed.
-    with _capture(head.layer) as captured:
-        outputs = model(**inputs)
-    return captured[0], head, head.params(), head.vocab_size, head.plain, outputs
+    return inputs
 
 
 def choice_logits(model: nn.Module, head: LMHead | None, batch: dict[str, Tensor], choices: Tensor) -> Tensor:
@@ -252,12 +262,13 @@ def keeps_packed_apart(model: nn.Module) -> bool:
     ids = torch.arange(12, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     changed = ids.clone()
     changed[:, :6] = ids[:, :6].flip(1)
-    positions = torch.arange(6, device=device).repeat(2).unsqueeze(0)
+    packed = {"position_ids": torch.arange(6, device=device).repeat(2).unsqueeze(0),
+              "segment_ids": torch.tensor([1, 2], device=device).repeat_interleave(6).unsqueeze(0)}
     was_training = model.training
     model.eval()  # dropout would make the passes differ
     try:
         with torch.no_grad():
-            first, second = (model(input_ids=row, position_ids=positions, use_cache=False).logits[:, 6:].float()
+            first, second = (model(**network_inputs(model, {"input_ids": row, **packed})).logits[:, 6:].float()
                              for row in (ids, changed))
     except TypeError:  # the architecture does not support position_ids
         return False

@@ -39,7 +39,13 @@ from lmmods.torch_engine.compat.bitsandbytes import (
     patch_cpu_kernels,
 )
 from lmmods.torch_engine.compat.torch import disable_moving
-from lmmods.torch_engine.compat.transformers import defer_weights, layers_to_quantize, quantising, quiet_loading
+from lmmods.torch_engine.compat.transformers import (
+    defer_weights,
+    layers_to_quantize,
+    quantising,
+    quiet_loading,
+    replace_truncated_normals,
+)
 from lmmods.torch_engine.nn.attention import attention_errors
 from lmmods.torch_engine.nn.classifier import NEW_HEADS, head_modules
 from lmmods.torch_engine.nn.experts import is_stacked, pack
@@ -184,7 +190,8 @@ def _unmap_files(model: nn.Module) -> None:
 def _build_outline(auto_class: type, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None, trust: bool,
                    quantization: Any, float32_norms: bool) -> nn.Module:
     """Build the network from its configuration, with arbitrary values."""
-    with attention_errors(attention):
+    # Without values, sampling until all of them are inside the bounds would never end.
+    with attention_errors(attention), replace_truncated_normals(lambda *_: None):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     if quantization is not None and hasattr(quantization, "bnb_4bit_quant_type"):
         # Do without values what from_pretrained's quantiser does when it reads weights.
