@@ -315,6 +315,19 @@ def test_rows_of_equal_texts_with_other_images_are_no_duplicates(gemma, tmp_path
         assert len(load(gemma, source, tmp_path, deduplicate=method).rows("train")) == 2
 
 
+def test_shapes_of_a_batch_are_known_without_its_images(family, tmp_path):
+    """With other sizes and numbers of images, also after turns were removed, and with rows that only pad."""
+    rows = [{"messages": messages} for messages in (
+        *CONVERSATIONS, turns([part(2), text("q " * 80)], "r", [part(0), text("s")], "t"))]
+    data = load(family[1], write_rows(tmp_path / "rows", rows), tmp_path, max_length=130)
+    items, collate = data.items("train"), data.collator()
+    assert len(items) == len(rows) and items.truncated[-1] > 0
+    for indices in ([0], [1, 2], [3, -1, 0], [2], [-1], list(range(len(rows)))):
+        batch = collate([items[index] for index in indices])
+        shapes = {name: (tuple(x.shape), x.numpy().dtype) for name, x in batch.items() if name.startswith(PER_ROW)}
+        assert {name: (x.shape, x.dtype) for name, x in items.outline(indices).items()} == shapes
+
+
 def test_a_changed_image_is_an_error(gemma, tmp_path):
     source = write_rows(tmp_path / "rows", [{"messages": turns([part(0), text("a")], "b")}])
     data = load(gemma, source, tmp_path)

@@ -41,7 +41,8 @@ def reject_run():
     """Return a function that returns DeepSpeed's error for a run it would not train exactly."""
     def reject(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
                clip: str | None = None, images: bool = False) -> str:
-        module = SimpleNamespace(quantize=quantize, images=images, optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
+        module = SimpleNamespace(quantize=quantize, images=images,
+                                 optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
                                  trainer=SimpleNamespace(precision=precision, gradient_clip_algorithm=clip))
         with pytest.raises(UserError) as error:
             DeepSpeed(stage=stage).check_run(module)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +57,31 @@ class ImageSet(Dataset):
         if [checksum(data) for data in files] != row["image_checksums"].tolist():
             raise has_changed
         return {**row, INPUTS: self._images.inputs([decode_image(data, self._images.max_pixels) for data in files])}
+
+    @cached_property
+    def _examples(self) -> dict[str, np.ndarray]:
+        """The network's inputs from a small image, in the order of the column `image_shapes`."""
+        from PIL import Image
+
+        return {name: as_array(value) for name, value in self._images.inputs([Image.new("RGB", (64, 64))]).items()}
+
+    def outline(self, indices: list[int]) -> dict[str, np.ndarray]:
+        """Return the columns that `ImageCollator` adds to a batch of these rows, as zeros without memory.
+
+        It reads no images, so that processes know the shapes of each other's batches.
+        """
+        stored = [self.rows[index]["image_shapes"] if index >= 0 else np.empty(0, np.int32) for index in indices]
+        rows = np.array([sizes for sizes in stored if len(sizes)])  # [rows with images, axes of all inputs]
+        columns: dict[str, np.ndarray] = {}
+        for name, example in self._examples.items() if len(rows) else ():
+            rows, sizes = rows[:, example.ndim:], rows[:, :example.ndim]
+            shape = sizes.max(0).tolist()
+            if name in self._images.family.whole_rows:
+                shape = shape[1:]
+            else:
+                columns[COUNT + name] = np.zeros(len(indices), np.int64)
+            columns[PER_ROW + name] = np.broadcast_to(np.zeros((), example.dtype), (len(indices), *shape))
+        return columns
 
 
 @dataclass

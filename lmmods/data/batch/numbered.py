@@ -47,6 +47,11 @@ class NumberedSet(Dataset):
         """Tokens truncated from each item."""
         return self.items.truncated
 
+    @property
+    def outline(self) -> Callable[[list[int]], dict[str, np.ndarray]] | None:
+        """`outline` of the items; see `Widths`."""
+        return getattr(self.items, "outline", None)
+
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         if index < 0:
             return None
