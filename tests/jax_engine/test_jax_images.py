@@ -200,18 +200,19 @@ def test_any_split_and_several_devices_give_the_same_steps(arguments, family, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "strategy", "changes", "command"), [
-    ("idefics3", "ddp", WHOLE, "predict"), ("gemma3", "fsdp", {"model.lora": {"rank": 4}}, "fit")])
-def test_two_processes_take_the_steps_of_one(sparse, family, strategy, changes, command, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(("strategy", "changes", "command"), [
+    ("ddp", WHOLE, "predict"), ("fsdp", {"model.lora": {"rank": 4}}, "fit")])
+def test_two_processes_take_the_steps_of_one(sparse, strategy, changes, command, tmp_path):  # noqa: F811
     """Each process reads its own images, of other sizes and numbers than the other's. Then it predicts or resumes."""
-    for_one, for_two = (sparse(tmp_path / name, family, chosen, **changes, **{"trainer.devices": 1})
-                        for name, chosen in (("one", None), ("two", strategy)))
+    changes = changes | {"trainer.max_steps": 3, "data.val_source": None, "trainer.devices": 1}
+    for_one = sparse(tmp_path / "one", "idefics3", **changes)
+    for_two = sparse(tmp_path / "two", "idefics3", strategy, **changes)
     run("fit", *for_one)
     together(["fit", *for_two], 2)
     assert_same_run(tmp_path / "two", tmp_path / "one")
     if command == "fit":
         resume = ("--ckpt_path", "2", "--overwrite", "true")
-        run("fit", *sparse(tmp_path / "two", family, **changes), *resume)
+        run("fit", *sparse(tmp_path / "two", "idefics3", **changes), *resume)
         assert_same_run(tmp_path / "two", tmp_path / "one")
         together(["fit", *for_two, *resume], 2)
         return assert_same_run(tmp_path / "two", tmp_path / "one")
