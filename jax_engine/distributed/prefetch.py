@@ -1,9 +1,9 @@
 """Prefetching: stack the micro-batches of a torch loader into global batches and copy them to the devices in advance.
 
 With N data-parallel ranks, a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every
-process iterates over all micro-batches: the loader reads those of the process's ranks, and returns only the lengths of
-the others. So all processes agree on lengths and on the end of the epoch without communication, and a loader's position
-does not depend on the number of processes. The loader must have world size 1.
+process iterates over all micro-batches: the loader reads those of the process's ranks, and returns only the lengths and
+shapes of the others. So all processes agree on these and on the end of the epoch without communication, and a loader's
+position does not depend on the number of processes. The loader must have world size 1.
 """
 
 import queue
@@ -129,8 +129,8 @@ class Prefetcher:
 
     def _stack(self, group: list[dict[str, np.ndarray] | Absent]) -> dict[str, np.ndarray]:
         """Stack the micro-batches of this process's ranks, padded to a common length, [local ranks, B, ...]."""
-        # Batches of other processes' ranks are `Absent`: only their length is known, which all processes need to choose
-        # the same padded length.
+        # Batches of other processes' ranks are `Absent`: only their length and shapes are known, which all processes
+        # need to choose the same padded ones.
         example = next(batch for batch in group if not isinstance(batch, Absent))
         axis = example["input_ids"].ndim - 1  # the token axis
         length = max(batch.length if isinstance(batch, Absent) else batch["input_ids"].shape[axis] for batch in group)
@@ -146,14 +146,19 @@ class Prefetcher:
         columns = {name: np.stack([self._pad(name, batch[name], length, axis) for batch in local])
                    for name in example if not name.startswith(PER_ROW)}
         # Some micro-batches may lack these columns, and their shapes differ.
-        per_row = {name: x for batch in local for name, x in batch.items() if name.startswith(PER_ROW)}
-        return columns | {name: self._stack_per_row([batch.get(name, x[:0]) for batch in local])
-                          for name, x in per_row.items()}
+        per_row: dict[str, list[np.ndarray]] = {}
+        for batch in group:
+            for name, x in (batch.columns if isinstance(batch, Absent) else batch).items():
+                if name.startswith(PER_ROW):
+                    per_row.setdefault(name, []).append(x)
+        return columns | {name: self._stack_per_row([batch.get(name, group_columns[0][:0]) for batch in local],
+                                                    group_columns) for name, group_columns in per_row.items()}
 
-    def _stack_per_row(self, columns: list[np.ndarray]) -> np.ndarray:
-        """Stack arrays [B, N, ...] as int32 or float32, padded with zeros to the largest shape and to few values of N.
+    def _stack_per_row(self, columns: list[np.ndarray], group: list[np.ndarray]) -> np.ndarray:
+        """Stack arrays [B, N, ...] as int32 or float32, padded with zeros to the largest shape of a group and to few
+        values of N.
         """
-        sizes = [max(column.shape[axis] for column in columns) for axis in range(1, columns[0].ndim)]
+        sizes = np.max([column.shape[1:] for column in group], 0).tolist()
         if sizes:
             sizes[0] = round_count(sizes[0])
         stacked = np.zeros((len(columns), self._batch_size, *sizes),

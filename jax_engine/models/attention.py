@@ -28,7 +28,7 @@ def attention_mask(batch: dict[str, Array], causal: bool, window: int | None, bl
     queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None]
     visible = visibility_mask(queries, keys, causal, window)[None, None]
     if blocks is not None:
-        visible = visible | _in_block(blocks, blocks) & (keys > queries)
+        visible = visible | in_block(blocks, blocks)[:, None] & (keys > queries)
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
         # A query attends to its document, and not to padding. Padded queries attend to nothing: see `attend`.
@@ -58,13 +58,13 @@ def cached_mask(valid: Array, start: Array, length: int, window: int | None, blo
     visible = visibility_mask(queries, keys, True, window)[None, None]
     if blocks is not None:
         slots = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(valid.shape, blocks.dtype), blocks, start, axis=1)
-        visible = visible | _in_block(blocks, slots) & (keys > queries)
+        visible = visible | in_block(blocks, slots)[:, None] & (keys > queries)
     return visible & valid[:, None, None]
 
 
-def _in_block(queries: Array, keys: Array) -> Array:
-    """Return [B, 1, T, S] bool, True if query and key are in one block."""
-    return ((queries[:, :, None] == keys[:, None]) & (queries[:, :, None] > 0))[:, None]
+def in_block(queries: Array, keys: Array) -> Array:
+    """Return [B, T, S] bool, True if query and key are in one block, for the blocks [B, T] and [B, S] of both."""
+    return (queries[:, :, None] == keys[:, None]) & (queries[:, :, None] > 0)
 
 
 def visibility_mask(queries: Array, keys: Array, causal: bool, window: int | Array | None) -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jax_engine.distributed.interface import DATA_AXES, SEQUENCE
-from jax_engine.models.attention import attend, real_tokens, visibility_mask
+from jax_engine.models.attention import attend, in_block, real_tokens, visibility_mask
 from jax_engine.models.dropout import Seeds
 
 SCORE_BYTES = 512 * 2**20  # maximum bytes of a block's float32 scores, on each device
@@ -27,20 +27,23 @@ class ContextParallel:
     Args:
         segments: [B, T] document indices 1, 2, ..., or 1 for real tokens; 0 is padding, which is not attended to.
         window: Size of the sliding window, the query included; without `causal` it also extends as far ahead.
+        blocks: [B, T], as for `attention_mask`; None if no tokens attend to later ones.
         packed: True if tokens attend only within their segment.
     """
 
     segments: Array
     window: Array
+    blocks: Array | None
     causal: bool = field(metadata={"static": True})
     packed: bool = field(metadata={"static": True})
 
     @classmethod
-    def from_batch(cls, batch: dict[str, Array], causal: bool, window: int | None) -> "ContextParallel":
+    def from_batch(cls, batch: dict[str, Array], causal: bool, window: int | None, blocks: Array | None = None
+                   ) -> "ContextParallel":
         """Create the pattern of a batch; arguments as for `attention_mask`."""
         packed, length = "segment_ids" in batch, batch["input_ids"].shape[1]
         segments = batch["segment_ids"] if packed else real_tokens(batch).astype(jnp.int32)
-        return cls(segments, jnp.array(length if window is None else window), causal, packed)
+        return cls(segments, jnp.array(length if window is None else window), blocks, causal, packed)
 
     def attend(self, q: Array, k: Array, v: Array, scale: Array, rate: float = 0.0, seeds: Seeds | None = None,
                cap: float | None = None, sinks: Array | None = None) -> Array:
@@ -50,12 +53,13 @@ class ContextParallel:
         over_heads = None if k.shape[2] % tensor or has_dropout else "tensor"  # dropout masks depend on the global head
         sharded, rows = PartitionSpec(DATA_AXES, SEQUENCE, over_heads), PartitionSpec(DATA_AXES)
         replicated = PartitionSpec()
-        layouts = (sharded, sharded, sharded, rows, replicated, replicated, rows, replicated, PartitionSpec(over_heads))
+        layouts = (sharded, sharded, sharded, rows, replicated, rows, replicated, rows, replicated,
+                   PartitionSpec(over_heads))
 
-        def local(q, k, v, segments, window, scale, words, site, sinks):
+        def local(q, k, v, segments, window, blocks, scale, words, site, sinks):
             # [B, T / parts, K, D] -> [B, T, K, D]
             k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
-            rows = ContextParallel(segments, window, self.causal, self.packed)
+            rows = ContextParallel(segments, window, blocks, self.causal, self.packed)
             seeds = Seeds(words, {"layers.attn.weights": site}) if has_dropout else None
             # Position of this device's first query in the row.
             first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
@@ -63,7 +67,7 @@ class ContextParallel:
 
         words, site = (seeds.tokens, seeds.sites["layers.attn.weights"]) if has_dropout else (None, None)
         return jax.shard_map(local, in_specs=layouts, out_specs=sharded, check_vma=False)(
-            q, k, v, self.segments, self.window, scale, words, site, sinks)
+            q, k, v, self.segments, self.window, self.blocks, scale, words, site, sinks)
 
     def _attend_by_blocks(self, q: Array, k: Array, v: Array, first: Array, scale: Array, rate: float,
                           seeds: Seeds | None, cap: float | None, sinks: Array | None) -> Array:
@@ -95,6 +99,8 @@ class ContextParallel:
         """Return the mask [B, 1, queries, T] of queries at these positions of their rows."""
         keys = jnp.arange(self.segments.shape[1])
         visible = visibility_mask(positions[:, None], keys[None], self.causal, self.window)[None]
+        if self.blocks is not None:
+            visible = visible | in_block(self.blocks[:, positions], self.blocks) & (keys > positions[:, None])
         visible &= (self.segments > 0)[:, None]
         if self.packed:
             visible &= self.segments[:, positions][:, :, None] == self.segments[:, None]

@@ -45,7 +45,9 @@ class ImageEncoder(nnx.Module):
         positions = (jnp.asarray(rows)[real[:, :, 0].sum(1)][:, :, None] * side
                      + jnp.asarray(columns)[real[:, 0].sum(1)][:, None])
         positions = jnp.where(real, positions, 0).reshape(len(real), -1)
-        return self.patches(pixels) + self.positions(positions)
+        # Gathered, as it is small and patches need not divide among devices.
+        table = gather("images.positions.weight", self.positions.weight[...])
+        return self.patches(pixels) + jnp.take(table, positions, axis=0)
 
     def features(self, x: Array, shape: tuple[int, int]) -> Array:
         """Return features [M, S, E] for the stream [M, P, D] after the last layer.

@@ -376,7 +376,7 @@ class Network(Names):
         if kernel is not None:
             masks = [kernel]
         elif context_parallel_size() > 1 and self.arch.relative is None:
-            masks = [ContextParallel.from_batch(batch, self.arch.causal, window) for window in windows]
+            masks = [ContextParallel.from_batch(batch, self.arch.causal, window, blocks) for window in windows]
         elif cache is None:
             masks = [attention_mask(batch, self.arch.causal, window, blocks) for window in windows]
         else:

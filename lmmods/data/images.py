@@ -17,7 +17,7 @@ from lmmods.data.conversations import ConversationCodec, ConversationData, Conve
 from lmmods.data.encode.chat_renderer import ChatTemplateRenderer, to_template_turn
 from lmmods.data.encode.conversations import SFTEncoder
 from lmmods.data.encode.encoder import TextEncoder
-from lmmods.data.encode.image_conversations import ImageEncoder
+from lmmods.data.encode.image_conversations import COLUMNS, ImageEncoder
 from lmmods.data.read.conversation import Conversation, Message
 from lmmods.data.read.formats import read_conversation
 from lmmods.data.read.images import FOLDER, checksum, images_of
@@ -65,7 +65,7 @@ class ImageCodec(ConversationCodec):
     # From records to rows
 
     def encoding_settings(self) -> dict[str, Any]:
-        return {**super().encoding_settings(), "images": self.images.state()}
+        return {**super().encoding_settings(), "images": self.images.state(), "image_columns": COLUMNS}
 
     def regroup(self, records: Iterable[Row], info: dict[str, Any]) -> Iterator[Row]:
         folders: dict[str, str | None] = {}

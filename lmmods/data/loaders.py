@@ -165,7 +165,7 @@ class Loaders:
             items = self.items("train")
             order = self.order(items.lengths, shard, overfit)
             return StatefulLoader(items, order.of, self.collator(seeded=True), shard, settings.batch_size,
-                                  Widths(items.lengths, self.base_collator.pad_length), order.grouped, order.num_rows)
+                                  self._widths(items), order.grouped, order.num_rows)
 
         def order_of(lengths: np.ndarray, epoch: int, buffer: int, rule: OrderRule, rows_before: int) -> BatchOrder:
             order = training_order(lengths, settings.batch_size, [settings.seed, epoch, buffer], rule,
@@ -188,8 +188,11 @@ class Loaders:
         """
         items = self.items(role)
         order = evaluation_order(items.lengths, self.settings.eval_batch_size)
-        widths = None if collate or added else Widths(items.lengths, self.base_collator.pad_length)
+        widths = None if collate or added else self._widths(items)
         return EvaluationLoader(items, order, collate or self.collator(added=added), shard, widths)
+
+    def _widths(self, items: Any) -> Widths:
+        return Widths(items.lengths, self.base_collator.pad_length, getattr(items, "outline", None))
 
     def predict(self, shard: Shard) -> EvaluationLoader:
         """Return prompts with `index`. Raises UserError without rows to predict."""

@@ -84,6 +84,22 @@ def test_every_rank_gets_the_next_micro_batch(parallel):
             assert x.dtype == np.int32 and np.array_equal(parallel.fetch_rows(x), group.host[name]), name
 
 
+def outline(batch):
+    """Return the column of rows that `add_per_row` adds, without values; as of images, it may be missing."""
+    counts = [sum(LENGTHS[index] % 3 for index in rows) for rows in batch]
+    return {"per_row/x": np.zeros((len(batch), max(counts), 2), np.float32)} if any(counts) else {}
+
+
+def add_per_row(rows):
+    """Collate rows with up to two vectors each."""
+    batch = make_collator()(rows)
+    counts = [0 if row is None else len(row["input_ids"]) % 3 for row in rows]
+    values = torch.zeros(len(rows), max(counts), 2)
+    for row, count, line in zip(rows, counts, values):
+        line[:count] = 0 if row is None else row["index"] + 1
+    return {**batch, "per_row/x": values} if any(counts) else batch
+
+
 @pytest.mark.parametrize("local_ranks", [(0, 1), (2, 3), (3,), (1, 2)])
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
@@ -96,11 +112,13 @@ def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
         def order_of(epoch, rule):
             return training_order(LENGTHS, B, [7, epoch], rule).shifted(epoch * len(LENGTHS))
 
-        loader = StatefulLoader(read, order_of, make_collator(), shard, B, Widths(LENGTHS, make_collator().pad_length))
+        loader = StatefulLoader(read, order_of, add_per_row, shard, B,
+                                Widths(LENGTHS, make_collator().pad_length, outline))
         loader.load_state_dict({"epoch": 2, "rows": skipped * B, "batch_size": B, "num_rows": len(LENGTHS)})
         return list(Prefetcher(loader, parallel, B, PAD, max_length=64))
 
     expected, actual = prefetch(Shard(), Rows()), prefetch(Shard(fed=(local_ranks, 4)), rows)
+    assert any("per_row/x" in group.host for group in actual)
     for group, other in zip(expected, actual, strict=True):
         assert group.num_batches == other.num_batches and group.position == other.position
         assert group.host.keys() == other.host.keys()
@@ -111,11 +129,13 @@ def test_a_process_reads_only_the_rows_of_its_ranks(local_ranks, skipped):
     assert len(rows.read) <= B * (len(fed) + reads_example) and len(rows.read) < len(LENGTHS) - 2
 
 
-def test_wrong_lengths_of_rows_are_an_error():
-    loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), make_collator(), Shard(fed=((0,), 2)),
-                              Widths(LENGTHS - 2, make_collator().pad_length))
-    with pytest.raises(RuntimeError, match="padded to .* tokens, but its lengths give"):
-        list(loader)
+def test_wrong_lengths_and_shapes_of_rows_are_an_error():
+    for collate, lengths, message in ((make_collator(), LENGTHS - 2, "padded to .* tokens, but its lengths give"),
+                                      (add_per_row, LENGTHS, "has the shapes .*, but its rows give {}")):
+        loader = EvaluationLoader(Rows(), evaluation_order(LENGTHS, B), collate, Shard(fed=((0,), 2)),
+                                  Widths(lengths, make_collator().pad_length))
+        with pytest.raises(RuntimeError, match=message):
+            list(loader)
 
 
 def test_padding_carries_no_weight():

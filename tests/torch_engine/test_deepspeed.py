@@ -40,8 +40,9 @@ def test_a_missing_deepspeed_package_is_reported(recipe, monkeypatch, capsys):
 def reject_run():
     """Return a function that returns DeepSpeed's error for a run it would not train exactly."""
     def reject(stage: int = 2, quantize: str | None = None, optimizer: str = "adamw", precision: str = "32-true",
-               clip: str | None = None) -> str:
-        module = SimpleNamespace(quantize=quantize, optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
+               clip: str | None = None, images: bool = False) -> str:
+        module = SimpleNamespace(quantize=quantize, images=images,
+                                 optimizer=SimpleNamespace(name=optimizer, ema_decay=None),
                                  trainer=SimpleNamespace(precision=precision, gradient_clip_algorithm=clip))
         with pytest.raises(UserError) as error:
             DeepSpeed(stage=stage).check_run(module)
@@ -53,6 +54,7 @@ def reject_run():
 @pytest.mark.parametrize(("run", "message"), [
     ({"stage": 3, "quantize": "nf4"}, "model.quantize nf4"),
     ({"quantize": "int8"}, "model.quantize int8"),
+    ({"images": True}, "model.images cannot be combined"),
     ({"optimizer": "adamw_8bit"}, "optimizer.name adamw_8bit"),
     ({"optimizer": "adafactor"}, "optimizer.name adafactor"),
     ({"precision": "16-mixed"}, "trainer.precision 16-mixed"),

@@ -323,23 +323,76 @@ def test_without_images_the_text_model_trains_and_rows_with_images_are_counted(a
         "rows": 10, "first": [f"{tmp_path}/rows/rows.jsonl:{line}" for line in (1, 2, 4)]}}
 
 
+# Two rows per step: one step has no images, and in others one row has none.
+SPARSE = [turns([text(f"question {index} "), *images], f"answer {index}") for index, images in enumerate(
+    [[part(0)], [], [], [], [], [part(1), part(2)], [part(2)], []])]
+WHOLE = {"model.trainable_parameters": [""]}
+PROJECTOR = {"model.lora": {"rank": 4, "modules_to_save": ["multi_modal_projector"]}, "model.optimizer.lr": 1.0}
+QLORA = {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"}
+SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_checkpoints": True}}
+
+
+@pytest.fixture
+def sparse(arguments, tmp_path):
+    """Return a function like that of `arguments`, for a run on SPARSE by one process or by two."""
+    source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in SPARSE], "sparse.jsonl")
+
+    def make(root, family, strategy=None, **changes):
+        split = {"data.batch_size": 1, "trainer.devices": 2, "trainer.strategy": strategy} if strategy else {
+            "data.batch_size": 2}
+        return arguments(root, family, **{
+            "data.source": source, "data.shuffle": False, "data.val_source": source, "trainer.limit_val_batches": 1.0,
+            "data.predict_source": source, "data.eval_batch_size": 1, "trainer.max_steps": 4,
+            "model.optimizer.weight_decay": 0.1, "checkpoint.every_n_steps": 2, "checkpoint.keep_last": 9, **split,
+            **changes})
+
+    return make
+
+
+def figures(root) -> dict[str, float]:
+    with open(RunFolder(root).metrics_csv, newline="") as file:
+        return {f"{name} {row['step']}": float(row[name]) for row in csv.DictReader(file)
+                for name in ("train/loss", "train/grad_norm", "val/loss") if row.get(name)}
+
+
+def assert_same_run(root, other) -> None:
+    assert figures(root) == pytest.approx(figures(other), rel=1e-5) and len(figures(root)) >= 6
+    ours, expected = (load_file(next(RunFolder(root).model.glob("*model.safetensors"))) for root in (root, other))
+    assert ours.keys() == expected.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(arguments, tmp_path):
+@pytest.mark.parametrize(("family", "strategy", "changes"), [
+    ("qwen3_vl", "ddp", {}), ("qwen3_vl", "ddp", WHOLE), ("gemma3", "ddp", PROJECTOR), ("llava_onevision", "fsdp", {}),
+    ("qwen3_vl", "fsdp", WHOLE), ("idefics3", "fsdp", WHOLE), ("gemma3", "fsdp", PROJECTOR),
+    ("idefics3", "fsdp", QLORA)])
+def test_two_processes_take_the_steps_of_one_with_the_same_answers(sparse, family, strategy, changes, tmp_path):
     from tests.forks import together
 
-    keys = {"data.val_size": 3, "trainer.limit_val_batches": 1.0}
-    run("fit", *arguments(tmp_path / "one", "qwen3_vl", **keys, **{"trainer.accumulate_grad_batches": 2}))
-    together(["fit", *arguments(tmp_path / "two", "qwen3_vl", **keys, **{
-        "trainer.devices": 2, "trainer.strategy": "ddp"})])
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    for name, weight in saved(tmp_path / "two").items():
-        torch.testing.assert_close(weight, saved(tmp_path / "one")[name], rtol=1e-4, atol=1e-5)
-    [output] = together(["fit", *arguments(tmp_path / "all", "qwen3_vl", **{
-        "trainer.devices": 2, "trainer.strategy": "ddp", "model.trainable_parameters": [""]})], status=2)
-    assert "on several devices only the language model can" in output
-    [output] = together(["fit", *arguments(tmp_path / "fsdp", "qwen3_vl", **{
-        "trainer.devices": 2, "trainer.strategy": "fsdp"})], status=2)
-    assert "FSDP2 cannot be combined with model.images" in output
+    run("fit", *sparse(tmp_path / "one", family, **changes))
+    together(["fit", *sparse(tmp_path / "two", family, strategy, **changes)])
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    run("predict", *sparse(tmp_path / "one", family, **changes), "--ckpt_path", "last")
+    together(["predict", *sparse(tmp_path / "two", family, strategy, **changes), "--ckpt_path",
+              str(RunFolder(tmp_path / "one").resolve("last"))])
+    assert RunFolder(tmp_path / "two").predictions.read_text() == RunFolder(tmp_path / "one").predictions.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_number_of_processes(sparse, tmp_path):
+    from tests.forks import together
+
+    run("fit", *sparse(tmp_path / "one", "gemma3", **WHOLE))
+    together(["fit", *sparse(tmp_path / "two", "gemma3", SHARDED, **WHOLE)])
+    assert len(list(RunFolder(tmp_path / "two").checkpoint("step=2").glob("model*"))) == 2
+    shutil.copytree(tmp_path / "one", tmp_path / "one to two", symlinks=True)
+    run("fit", *sparse(tmp_path / "two", "gemma3", **WHOLE), "--ckpt_path", "2", "--overwrite", "true")
+    together(["fit", *sparse(tmp_path / "one to two", "gemma3", SHARDED, **WHOLE), "--ckpt_path", "2", "--overwrite",
+              "true"])
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+    assert_same_run(tmp_path / "one to two", tmp_path / "one")
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["read", "outlined"])

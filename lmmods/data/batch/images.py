@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +58,34 @@ class ImageSet(Dataset):
         if [checksum(data) for data in files] != row["image_checksums"].tolist():
             raise has_changed
         return {**row, INPUTS: self._images.inputs([decode_image(data, self._images.max_pixels) for data in files])}
+
+    @cached_property
+    def _examples(self) -> dict[str, np.ndarray]:
+        """The network's inputs from a small image, in the order of the column `image_shapes`."""
+        from PIL import Image
+
+        return {name: as_array(value) for name, value in self._images.inputs([Image.new("RGB", (64, 64))]).items()}
+
+    def outline(self, batch: list[list[int]]) -> dict[str, np.ndarray]:
+        """Return the columns that `ImageCollator` adds to a batch, as zeros without memory.
+
+        It reads no images, so that processes know the shapes of each other's batches.
+
+        Args:
+            batch: Indices of the rows in each row of the batch: one, several that are packed, or none in padding.
+        """
+        stored = [[self.rows[index]["image_shapes"] for index in rows] for rows in batch]
+        # For each row of the batch that has images, [rows with images, axes of all inputs].
+        axes = [np.array(shapes) for rows in stored if (shapes := [shape for shape in rows if len(shape)])]
+        columns: dict[str, np.ndarray] = {}
+        for name, example in self._examples.items() if axes else ():
+            # As in `join_inputs` and `ImageCollator`.
+            shape = np.max([[sizes[:, 0].sum(), *sizes[:, 1:example.ndim].max(0)] for sizes in axes], 0).tolist()
+            axes = [sizes[:, example.ndim:] for sizes in axes]
+            if name not in self._images.family.whole_rows:
+                columns[COUNT + name] = np.zeros(len(batch), np.int64)
+            columns[PER_ROW + name] = np.broadcast_to(np.zeros((), example.dtype), (len(batch), *shape))
+        return columns
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lmmods.core.errors import UserError
+from lmmods.core.labels import PER_ROW
 from lmmods.core.subprocesses import end_with_parent
 from lmmods.data.order.sampler import BatchOrder, OrderRule, batches_done, batches_of_rank, batches_per_rank
 
@@ -42,11 +43,18 @@ class Shard:
 
 
 class Absent(NamedTuple):
-    """Placeholder of a batch whose rows another process reads, with its padded length."""
+    """Placeholder of a batch whose rows another process reads.
+
+    Args:
+        length: Its padded length.
+        columns: Its columns whose names start with PER_ROW, with shapes and dtypes, but without values.
+    """
 
     length: int
+    columns: dict[str, np.ndarray]
 
 
+Outline = Callable[[list[list[int]]], dict[str, np.ndarray]]
 SAMPLED = 4096  # micro-batches that show how long batches are
 
 
@@ -56,15 +64,23 @@ class Widths:
     Args:
         lengths: Tokens of each row; of its longest answer if a row has several.
         pad_length: `Collator.pad_length`.
+        outline: Returns `Absent.columns` of a batch, from the rows in each row of it; None if batches have no such
+            columns.
     """
 
-    def __init__(self, lengths: np.ndarray, pad_length: Callable[[int], int]) -> None:
-        self._lengths, self._pad_length = lengths, pad_length
+    def __init__(self, lengths: np.ndarray, pad_length: Callable[[int], int],
+                 outline: Outline | None = None) -> None:
+        self._lengths, self._pad_length, self._outline = lengths, pad_length, outline
 
     def __call__(self, indices: list[int]) -> int:
         """Return the padded length of a batch of rows, indexed through the epochs as in an order; -1 is padding."""
         sizes = [int(self._lengths[index % len(self._lengths)]) for index in indices if index >= 0]
         return self._pad_length(max(sizes, default=1))
+
+    def absent(self, indices: list[int]) -> Absent:
+        """Return the placeholder of a batch; arguments as for `__call__`."""
+        rows = [[index % len(self._lengths)] if index >= 0 else [] for index in indices]
+        return Absent(self(indices), {} if self._outline is None else self._outline(rows))
 
     def maximum(self) -> int:
         """Return the padded length of a batch with the longest row."""
@@ -112,13 +128,18 @@ def _read(loader: DataLoader, batches: _Batches, upcoming: Iterator[list[int]], 
     batches.upcoming = (indices for position, indices in enumerate(upcoming) if is_read(position))
     own_batches = iter(loader)
     for position, indices in enumerate(batch_indices):
+        absent = widths.absent(indices)
         if not is_read(position):
-            yield Absent(widths(indices))
+            yield absent
             continue
         batch = next(own_batches)
         width = batch["input_ids"].shape[-1]
-        if width != widths(indices):  # other processes would wait for batches of another shape
-            raise RuntimeError(f"A batch is padded to {width} tokens, but its lengths give {widths(indices)}")
+        if width != absent.length:  # other processes would wait for batches of another shape
+            raise RuntimeError(f"A batch is padded to {width} tokens, but its lengths give {absent.length}")
+        shapes, expected = ({name: tuple(x.shape) for name, x in columns.items() if name.startswith(PER_ROW)}
+                            for columns in (batch, absent.columns))
+        if shapes != expected:
+            raise RuntimeError(f"A batch has the shapes {shapes}, but its rows give {expected}")
         yield batch
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from lmmods.data.batch.loader import Outline
+
 
 class NumberedSet(Dataset):
     """Items with `row`, their number, and `draw`. Item -1 is None, a padding row.
@@ -46,6 +48,11 @@ class NumberedSet(Dataset):
     def truncated(self) -> np.ndarray:
         """Tokens truncated from each item."""
         return self.items.truncated
+
+    @property
+    def outline(self) -> Outline | None:
+        """`outline` of the items; see `Widths`."""
+        return getattr(self.items, "outline", None)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         if index < 0:

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from lmmods.core.labels import IGNORED
 from lmmods.data.batch.collate import PLACES
 from lmmods.data.batch.images import INPUTS, join_inputs
+from lmmods.data.batch.loader import Outline
 from lmmods.data.order.sampler import shuffle_rows, stable_descending
 
 CHUNK = 50_000  # rows packed at a time; bounds memory, and larger chunks pack no better
@@ -110,6 +111,16 @@ class PackedSet(Dataset):
         """Return the sum over the items of each pack, int64."""
         return np.add.reduceat(values[self._items], self._bounds[:-1], dtype=np.int64)
 
+    def _items_of(self, pack: int) -> list[int]:
+        return self._items[self._bounds[pack] : self._bounds[pack + 1]].tolist()
+
+    @property
+    def outline(self) -> Outline | None:
+        """`outline` of the items; see `Widths`."""
+        of_items = getattr(self.items, "outline", None)
+        return of_items and (lambda batch: of_items([[item for pack in packs for item in self._items_of(pack)]
+                                                     for packs in batch]))
+
     @property
     def truncated(self) -> np.ndarray:
         """Tokens truncated from the rows of each pack."""
@@ -120,8 +131,7 @@ class PackedSet(Dataset):
             return None
         # Rows of the same draw, numbered as in `NumberedSet`.
         draw, pack = divmod(index, len(self))
-        items = self._items[self._bounds[pack] : self._bounds[pack + 1]].tolist()
-        rows = [self.items[item + draw * len(self.items)] for item in items]
+        rows = [self.items[item + draw * len(self.items)] for item in self._items_of(pack)]
         sizes = [len(row["input_ids"]) for row in rows]  # tokens of each row; they add up to T
         # A copy: the stored rows must not change below.
         labels = np.concatenate([row["labels"] for row in rows])

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from lmmods.data.encode.images import ImageProcessor
 
 
+COLUMNS = ("images", "image_checksums", "image_shapes")  # of `ImageEncoder`
+
+
 class Picture(NamedTuple):
     """What tokens need to know of an image.
 
@@ -61,8 +64,10 @@ class ImageEncoder(SFTEncoder):
 
     def further_columns(self, conversations: list[Conversation]) -> dict[str, Any]:
         pictures = [images_of(conversation.messages) for conversation in conversations]
-        return {"images": _ragged([[picture.number for picture in row] for row in pictures]),
-                "image_checksums": _ragged([[picture.checksum for picture in row] for row in pictures])}
+        lists = ([[picture.number for picture in row] for row in pictures],
+                 [[picture.checksum for picture in row] for row in pictures],
+                 [self.images.shapes(tuple(picture.size for picture in row)) for row in pictures])
+        return dict(zip(COLUMNS, map(_ragged, lists), strict=True))
 
 
 def _ragged(lists: list[list[int]]) -> Ragged:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from lmmods.core.compat import without_parts
@@ -18,7 +19,7 @@ from lmmods.core.hub import loading
 from lmmods.core.image_models import PROCESSOR_FILES, ImageFamily, find_image_family
 from lmmods.data.read.conversation import RowProblem
 
-MAX_CACHED = 10_000  # texts of combinations of sizes
+MAX_CACHED = 10_000  # combinations of sizes
 OWN_TEXTS = ("input_ids", "attention_mask", "text_replacement_offsets", "token_type_ids", "mm_token_type_ids")
 
 
@@ -45,10 +46,10 @@ class ImageProcessor:
 
     def __post_init__(self) -> None:
         self.family: ImageFamily = find_image_family(self.model_type)
-        self._texts: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        self._of_sizes: dict[tuple[tuple[int, int], ...], tuple[list[str], list[int]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**{name: value for name, value in vars(self).items() if name != "_processor"}, "_texts": {}}
+        return {**{name: value for name, value in vars(self).items() if name != "_processor"}, "_of_sizes": {}}
 
     @cached_property
     def _processor(self) -> Any:
@@ -122,19 +123,26 @@ class ImageProcessor:
         Raises:
             RowProblem: The processor does not accept such images.
         """
+        return self._process_blank(sizes)[0]
+
+    def shapes(self, sizes: tuple[tuple[int, int], ...]) -> list[int]:
+        """Return the shapes of all `inputs` of a row, one after the other; arguments and errors as for `texts`."""
+        return self._process_blank(sizes)[1]
+
+    def _process_blank(self, sizes: tuple[tuple[int, int], ...]) -> tuple[list[str], list[int]]:
         if not sizes:
-            return []
-        if (texts := self._texts.get(sizes)) is None:
+            return [], []
+        if sizes not in self._of_sizes:
+            if len(self._of_sizes) == MAX_CACHED:
+                self._of_sizes.clear()
             # Blank pictures, so that equal sizes cost nothing.
-            texts = self._run([Image.new("RGB", size) for size in sizes])[1]
-            if len(self._texts) < MAX_CACHED:
-                self._texts[sizes] = texts
-        return texts
+            inputs, texts = self._run([Image.new("RGB", size) for size in sizes])
+            self._of_sizes[sizes] = texts, [int(size) for value in inputs.values() for size in _shape(value)]
+        return self._of_sizes[sizes]
 
     def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
         """Return the network's inputs from the images of a row: arrays [n, ...], or lists of n arrays."""
-        return {name: values[0] if name in self.family.whole_rows else values
-                for name, values in self._run(pictures)[0].items()}
+        return self._run(pictures)[0]
 
     def _run(self, pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         try:
@@ -143,4 +151,12 @@ class ImageProcessor:
         except ValueError as error:  # such as Qwen's for a picture that is much wider than high
             raise RowProblem(f"the model's processor rejects an image: {one_line(error)[:100]}") from error
         texts = [offset["replacement"] for offset in output["text_replacement_offsets"][0]]
-        return {name: value for name, value in output.items() if name not in OWN_TEXTS}, texts
+        return {name: value[0] if name in self.family.whole_rows else value
+                for name, value in output.items() if name not in OWN_TEXTS}, texts
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array, or of a list of arrays that are padded to the largest of them."""
+    if not isinstance(value, list) or not value or np.isscalar(value[0]):
+        return np.shape(value)
+    return (len(value), *np.max([_shape(part) for part in value], 0))

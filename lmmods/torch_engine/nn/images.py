@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lmmods.core.image_models import COUNT, IMAGE_FAMILIES, image_token
+from lmmods.core.image_models import COUNT, IMAGE_FAMILIES, image_token, is_of_language_model
 from lmmods.core.labels import PER_ROW
 from lmmods.torch_engine.compat.transformers import masks_of_documents
 
@@ -62,3 +62,20 @@ class ImageInputs:
         # [3, N, T] -> [3, B, T]; padding has position 0.
         positions = torch.zeros(3, *ids.shape, dtype=positions.dtype).index_add(1, rows, positions)
         return torch.cat([index[None], positions.to(index)])
+
+
+def use_all_parts(model: nn.Module) -> None:
+    """Let every trained parameter outside the language model take part in each forward pass.
+
+    A batch without images gives them a gradient of 0. Without one, optimisers would skip them depending on how a step
+    is split into batches, and other processes would wait for this one's gradient.
+    """
+    others = [(module, name) for path, module in model.named_modules() if not is_of_language_model(path)
+              for name, param in module.named_parameters(recurse=False) if param.requires_grad]
+
+    def add_nothing(_module: nn.Module, _inputs: tuple, embeddings: Tensor) -> Tensor:
+        # Looked up again, as FSDP replaces parameters. The sum over no elements is 0, whatever their values.
+        return embeddings + torch.cat([getattr(module, name).flatten()[:0] for module, name in others]).sum()
+
+    if others:
+        model.get_input_embeddings().register_forward_hook(add_nothing)

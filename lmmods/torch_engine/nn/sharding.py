@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import has_other_parts, is_of_language_model
 from lmmods.core.lazy_array import LazyArray
 from lmmods.torch_engine.compat.peft import has_variant, is_lora_of_linear
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 def shard(module: nn.Module, network: nn.Module, mesh: DeviceMesh, teacher: nn.Module | None = None) -> None:
     """Shard the parameters of `module` over the processes of Lightning's two-dimensional mesh, in place.
 
-    Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head) during its forward. Blocks
-    that run several times per pass (ALBERT) belong to the rest. Under tensor parallelism, a block is only gathered
-    over processes with the same part of its matrices.
+    Each block of `network` is gathered when it runs, the rest of `module` (embeddings, head, vision tower) during its
+    forward. Blocks that run several times per pass (ALBERT) belong to the rest. Under tensor parallelism, a block is
+    only gathered over processes with the same part of its matrices.
 
     Args:
         teacher: Another network of `module`, sharded in the same way.
@@ -72,11 +73,16 @@ def num_copies(tensor: Tensor) -> int:
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a transformer: its longest list of modules of one class."""
+    """Return the repeated layers of a transformer: its longest list of modules of one class.
+
+    Other parts than a language model are not among them: a process whose batch has no images does not run them.
+    """
     if hasattr(network.config, "num_hidden_groups"):  # layers share their weights
         return []
-    lists = [list(module) for module in network.modules()
-             if isinstance(module, nn.ModuleList) and len({type(member) for member in module}) == 1]
+    has_others = has_other_parts(network)
+    lists = [list(module) for name, module in network.named_modules()
+             if isinstance(module, nn.ModuleList) and len({type(member) for member in module}) == 1
+             and (not has_others or is_of_language_model(name))]
     return max(lists, key=len, default=[])
 
 

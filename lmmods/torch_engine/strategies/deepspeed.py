@@ -60,6 +60,8 @@ class DeepSpeed(DDPStrategy):
         if getattr(module, "teacher", None) is not None:
             raise UserError("model.teacher cannot be combined with DeepSpeed, which would also train the teacher. Use "
                             "strategy fsdp or ddp.")
+        if getattr(module, "images", False):
+            raise UserError("model.images cannot be combined with DeepSpeed. Use strategy fsdp or ddp.")
         if name not in SHARDABLE:
             raise UserError(f"optimizer.name {name} cannot be combined with DeepSpeed, which passes the optimiser one "
                             f"flat vector instead of the parameters. Use {' or '.join(SHARDABLE)}, or strategy ddp.")

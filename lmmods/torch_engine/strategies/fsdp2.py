@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import IMAGES_AUTO_CLASS
 from lmmods.core.optimizers import SHARDABLE
 from lmmods.runs.checkpoint import Shards, WriterRank
 from lmmods.torch_engine.compat.lightning import shard_over_all
@@ -59,15 +60,17 @@ class FSDP2(ModelParallelStrategy):
             size_names = " × ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
             raise UserError(f"trainer.strategy: {size_names} must divide the number of processes, {num_processes}. "
                             "Change the size or the number of processes.")
+        images = {"model.images": getattr(module, "images", False)}
         if self.tensor_parallel_size != 1:
-            self._reject(f"tensor_parallel_size {self.tensor_parallel_size}", {
+            self._reject(f"tensor_parallel_size {self.tensor_parallel_size}", images | {
                 f"model.quantize {module.quantize}": module.quantize, "model.compile": module.compile,
                 "model.teacher": teacher,
                 "sharded_checkpoints": self.sharded_checkpoints,
                 "trainer.gradient_clip_algorithm value": module.trainer.gradient_clip_algorithm == "value"})
         if self.context_parallel_size != 1:
-            self._reject(f"context_parallel_size {self.context_parallel_size}", {
-                f"model.class_path {type(module).__name__}": module.auto_class != "AutoModelForCausalLM",
+            self._reject(f"context_parallel_size {self.context_parallel_size}", images | {
+                f"model.class_path {type(module).__name__}": module.auto_class not in ("AutoModelForCausalLM",
+                                                                                      IMAGES_AUTO_CLASS),
                 "model.compile": module.compile, "model.teacher": teacher,
                 f"model.attention {module.attention}": module.attention not in (None, "sdpa")})
 
