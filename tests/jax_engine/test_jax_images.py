@@ -3,27 +3,32 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hf_reference import our_loss
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.numpy import load_file
+from test_initial_parameters import assert_same_values
 from transformers import AutoModelForImageTextToText
 
 from jax_engine.models import hub, loading, lora
+from jax_engine.models.fused import Fused
 from jax_engine.models.generate import generate
+from jax_engine.models.images import attend_in_windows, attend_to_images
 from lmmods.cli import main
 from lmmods.core.adapters import saved_name
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.initialization import from_config
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
 from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, processed, run
 from tests.vision_models import make_arguments, save_vision_model
 
-FAMILIES = ("idefics3", "smolvlm", "gemma3")
+FAMILIES = ("idefics3", "smolvlm", "gemma3", "qwen3_vl", "qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow))
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
     labels = batch["labels"].numpy()
     inputs = processed(family, tmp_path, ROWS[:6])
     length = inputs["input_ids"].shape[1]
-    if family != "gemma3":  # padding around images, as around those of other shapes
+    if "pixel_attention_mask" in inputs:  # padding around images, as around those of other shapes
         for mask in (inputs["pixel_attention_mask"], batch["per_row/pixel_attention_mask"]):
             mask[1, 0, 12:] = mask[1, 0, :, 8:] = mask[0, 0, 4:] = 0
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
@@ -86,8 +91,10 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
 
 
 @pytest.mark.parametrize(("family", "options"), [
-    ("idefics3", {}), ("gemma3", {}), ("idefics3", {"use_cache": False}), ("gemma3", {"use_cache": False}),
-    ("idefics3", {"num_beams": 2})], ids=str)
+    ("idefics3", {}), ("gemma3", {}), ("qwen3_vl", {}), ("idefics3", {"use_cache": False}),
+    ("gemma3", {"use_cache": False}), ("idefics3", {"num_beams": 2}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen2_5_vl", {}), ("qwen3_vl", {"use_cache": False}), ("qwen3_vl", {"num_beams": 2})))], ids=str)
 def test_answers_are_those_of_transformers(family, options, model_folder, tmp_path):
     folder = model_folder(family)
     data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
@@ -115,6 +122,71 @@ def test_answers_are_those_of_transformers(family, options, model_folder, tmp_pa
             answer for answer in expected + expected[::-1] for _ in range(2)]
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_positions_of_texts_that_are_packed_into_a_row_restart(family, model_folder, tmp_path):
+    """In time, height and width; images do not see each other."""
+    folder = model_folder(family)
+    batch = {name: x.numpy() for name, x in make_batch(folder, tmp_path)[1].items()}
+    real = batch["attention_mask"] > 0
+    packed = {"input_ids": batch["input_ids"][real], "segment_ids": np.nonzero(real)[0] + 1,
+              "position_ids": np.nonzero(real)[1]}
+    for name in ("pixel_values", "image_grid_thw"):
+        counts, values = batch[f"per_row/num_{name}"], batch[f"per_row/{name}"]
+        packed[f"per_row/{name}"] = values[np.arange(values.shape[1]) < counts[:, None]]
+    network, params = on_jax(folder)
+    logits = jax.jit(network.scores)(params, {name: x[None] for name, x in packed.items()})[0]
+    inputs = processed(family, tmp_path, ROWS[:6])
+
+    def run_torch(model):
+        return model(**accepted(model, inputs | {"pixel_values": inputs["pixel_values"].to(model.dtype)})).logits[
+            inputs["attention_mask"] > 0]
+
+    with torch.no_grad():
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+        assert_as_close(logits, *in_both(run_torch, model), terms=1024)
+
+
+KERNEL = Fused(num_heads=2, num_kv_heads=2, head_dim=8, dtype="float32", causal=False, scale=0.3, implementation="xla")
+
+
+@pytest.mark.parametrize(("attend_to", "sizes"), [
+    pytest.param(lambda ids, *qkv: attend_to_images(ids, 0.3, *qkv), [[300, 5, 280], [0, 600]], id="chunks"),
+    pytest.param(lambda ids, *qkv: attend_in_windows(ids, 0.3, 16, *qkv), [[16, 3, 16, 16, 9], [1, 1, 12, 16]],
+                 id="windows"),
+    pytest.param(lambda ids, *qkv: KERNEL.for_batch({"input_ids": ids, "segment_ids": ids})(*qkv), [[3, 9], [16]],
+                 id="kernel")])
+def test_attention_of_patches_is_torchs_attention_of_each_image(attend_to, sizes):
+    length = -(-max(map(sum, sizes)) // 16) * 16
+    ids = np.stack([np.pad(np.repeat(1 + np.arange(len(row)), row), (0, length - sum(row))) for row in sizes])
+    q, k, v, weights = np.random.default_rng(0).normal(size=(4, 2, length, 2, 8)).astype(np.float32)
+    weights *= (ids > 0)[..., None, None]
+
+    def run_torch(dtype):
+        tensors = [torch.tensor(x, dtype=dtype, requires_grad=True) for x in (q, k, v)]
+        mixed = torch.zeros(q.shape, dtype=dtype)
+        for row in range(2):
+            for image in range(1, len(sizes[row]) + 1):
+                at = torch.tensor(ids[row] == image)
+                parts = (x[row, at].transpose(0, 1) for x in tensors)  # heads first
+                mixed[row, at] = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.3).transpose(0, 1)
+        return mixed, torch.autograd.grad((mixed * torch.tensor(weights)).sum(), tensors)
+
+    def loss(q, k, v):
+        mixed = attend_to(jnp.asarray(ids), q, k, v).reshape(q.shape) * (ids > 0)[..., None, None]
+        return (mixed * weights).sum(), mixed
+
+    (_, mixed), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    assert_as_close((mixed, grads), run_torch(torch.float32), run_torch(torch.float64))
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "qwen2_5_vl"])
+def test_random_weights_are_torchs(family, model_folder):
+    config = load_config(str(model_folder(family)), all_parts=True)
+    network = hub.network(config, "causal")
+    assert_same_values(network.to_torch(network.init(3)),
+                       from_config(lambda: AutoModelForImageTextToText.from_config(config), 3))
+
+
 # ---- whole runs ----
 
 @pytest.fixture
@@ -134,9 +206,15 @@ def exported(root) -> dict[str, np.ndarray]:
     return load_file(file)
 
 
+ALL = {"model.trainable_parameters": [""]}
+QLORA = {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"}
+
+
 @pytest.mark.parametrize(("family", "changes"), [
-    ("idefics3", {}), ("gemma3", {"model.trainable_parameters": [""]}),
-    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"})], ids=["full", "all", "qlora"])
+    pytest.param("idefics3", {}, id="full"), pytest.param("gemma3", ALL, id="all"),
+    pytest.param("idefics3", QLORA, id="qlora"), pytest.param("qwen3_vl", ALL, id="qwen3_vl"),
+    pytest.param("qwen3_vl", QLORA, id="qwen3_vl-qlora", marks=pytest.mark.slow),
+    *(pytest.param(family, ALL, id=family, marks=pytest.mark.slow) for family in ("qwen2_5_vl", "qwen2_vl"))])
 def test_both_engines_train_and_save_the_same(arguments, family, changes, model_folder, tmp_path):
     for engine in ("torch", "jax"):
         run("fit", *arguments(tmp_path / engine, family, engine, **changes))
@@ -164,16 +242,16 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
     assert {saved_name(name) for name in network.to_torch(tree)} == expected.keys()
 
 
-@pytest.mark.parametrize("family", ["idefics3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["idefics3", *(pytest.param(family, marks=pytest.mark.slow) for family in (
+    "gemma3", "qwen3_vl", "qwen2_5_vl"))])
 def test_any_split_and_several_devices_give_the_same_steps(arguments, family, tmp_path):
     """With the whole model in training, rows of zero to three images, and chunks of some of them."""
-    whole = {"model.trainable_parameters": [""]}
     splits = {"whole": {"data.batch_size": 8}, "split": {"data.batch_size": 4, "trainer.accumulate_grad_batches": 2},
               "devices": {"data.batch_size": 4, "trainer.devices": 2},
               "chunks": {"data.batch_size": 8, "model.piece_tokens": 100}}
     results = {}
     for name, split in splits.items():
-        run("fit", *arguments(tmp_path / name, family, **whole, **split))
+        run("fit", *arguments(tmp_path / name, family, **ALL, **split))
         results[name] = losses(tmp_path / name), exported(tmp_path / name)
     expected_losses, expected = results.pop("whole")
     for name, (split_losses, weights) in results.items():
@@ -182,14 +260,15 @@ def test_any_split_and_several_devices_give_the_same_steps(arguments, family, tm
             np.testing.assert_allclose(weight, expected[key], rtol=1e-3, atol=1e-4, err_msg=f"{name} {key}")
 
 
-def test_a_run_that_starts_on_torch_resumes_on_jax_with_the_same_answers(arguments, tmp_path):
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_run_that_starts_on_torch_resumes_on_jax_with_the_same_answers(arguments, family, tmp_path):
     changes = {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 2,
                "data.predict_source": str(tmp_path / "rows" / "rows.jsonl")}
     for engine in ("torch", "jax"):
         root = tmp_path / engine
-        run("fit", *arguments(root, engine="torch", **changes, **{"trainer.max_steps": 2}))
+        run("fit", *arguments(root, family, "torch", **changes, **{"trainer.max_steps": 2}))
         for command in ("fit", "predict"):
-            run(command, *arguments(root, engine=engine, **changes, **{"trainer.max_steps": 4}), "--ckpt_path", "last")
+            run(command, *arguments(root, family, engine, **changes, **{"trainer.max_steps": 4}), "--ckpt_path", "last")
     assert losses(tmp_path / "jax") == pytest.approx(losses(tmp_path / "torch"), rel=1e-4)
     ours, expected = (RunFolder(tmp_path / engine).predictions.read_text() for engine in ("jax", "torch"))
     assert ours == expected
@@ -197,7 +276,8 @@ def test_a_run_that_starts_on_torch_resumes_on_jax_with_the_same_answers(argumen
 
 def test_what_is_not_supported_is_an_error(arguments, model_folder, tmp_path, capsys):
     for changes, message in (({"trainer.strategy": "fsdp", "trainer.devices": 2}, "trainer.strategy: a mesh, fsdp"),
-                             ({"model.pretrained": str(model_folder("qwen3_vl"))}, "gemma3, idefics3, smolvlm")):
+                             ({"model.pretrained": str(model_folder("llava_onevision"))},
+                              "gemma3, idefics3, qwen2_5_vl, qwen2_vl, qwen3_vl, smolvlm")):
         assert main(["fit", *arguments(tmp_path / "run", **changes)]) != 0
         assert message in " ".join(capsys.readouterr().err.split())
 
