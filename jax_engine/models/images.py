@@ -297,14 +297,17 @@ def attend_to_images(images: Array, scale: float, q: Array, k: Array, v: Array) 
     num = -(-length // CHUNK)
     size = -(-length // num)
 
+    def run(chunk: tuple[Array, Array]) -> Array:
+        queries, their_images = chunk
+        mask = (their_images[:, :, None] == images[:, None]) & (images > 0)[:, None]
+        return attend(queries, k, v, mask[:, None], scale)
+
     def split(x: Array) -> Array:  # [B, N, ...] -> [num, B, size, ...], zeros after the last patch
         padding = [(0, 0), (0, num * size - length), *[(0, 0)] * (x.ndim - 2)]
         return jnp.moveaxis(jnp.pad(x, padding).reshape(len(x), num, size, *x.shape[2:]), 1, 0)
 
-    def run(queries: tuple[Array, Array]) -> Array:
-        x, of = queries
-        return attend(x, k, v, ((of[:, :, None] == images[:, None]) & (images > 0)[:, None])[:, None], scale)
-
+    if num == 1:
+        return run((q, images))
     # The backward pass recomputes each chunk, so that the scores of only one exist at a time.
     mixed = jax.lax.map(jax.checkpoint(run, prevent_cse=False), (split(q), split(images)))
     return jnp.moveaxis(mixed, 0, 1).reshape(len(q), num * size, -1)[:, :length]
