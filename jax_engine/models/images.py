@@ -63,6 +63,11 @@ class Patches(nnx.Module):
         return x if self.bias is None else x + self.bias[...].astype(self.build.dtype)
 
 
+def gather_positions(positions: Embedding) -> Array:
+    """Return the table of positions [num, D]; whole on each device, as it is small and patches need not divide."""
+    return gather("images.positions.weight", positions.weight[...])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Images that are padded to one size.
 
@@ -102,7 +107,7 @@ class PaddedImageEncoder(nnx.Module):
         positions = jnp.where(real, positions, 0).reshape(len(real), -1)
         x = self.patches(pixels.transpose(0, 2, 4, 1, 3, 5).reshape(len(pixels), height * width, -1))
         keys = jnp.broadcast_to(real.reshape(len(real), 1, 1, -1), (len(real), 1, *[x.shape[1]] * 2))
-        return Stream(x + self.positions(positions), [keys])
+        return Stream(x + jnp.take(gather_positions(self.positions), positions, axis=0), [keys])
 
     def features(self, batch: dict[str, Array], x: Array) -> Array:
         """Return features [B, S, E] for the stream [B * N, P, D] after the last layer."""
@@ -250,7 +255,7 @@ class PatchImageEncoder(nnx.Module):
 
     def _interpolate(self, layout: Layout) -> Array:
         """Return the position [B, N, D] of each patch, between the four nearest ones of the table."""
-        side = self.images.side
+        side, table = self.images.side, gather_positions(self.positions)
 
         def neighbours(index: Array, size: Array) -> list[tuple[Array, Array]]:
             # The first and last patch of an edge have the first and last position of the table.
@@ -260,7 +265,7 @@ class PatchImageEncoder(nnx.Module):
             return [(first, 1 - above), (jnp.minimum(first + 1, side - 1), above)]
 
         columns = neighbours(layout.column, layout.width)
-        return sum(((row_weight * weight)[..., None] * self.positions(row * side + column)
+        return sum(((row_weight * weight)[..., None] * jnp.take(table, row * side + column, axis=0)
                     for row, row_weight in neighbours(layout.row, layout.height) for column, weight in columns),
                    jnp.zeros(()))
 

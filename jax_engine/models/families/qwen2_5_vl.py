@@ -21,4 +21,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 FAMILY = with_images(qwen2.FAMILY, "language_model", MODULES, "Qwen2_5_VLForConditionalGeneration",
-                     architecture=architecture, older=qwen2_vl.OLDER)
+                     architecture=architecture, in_files=qwen2_vl.IN_FILES)

@@ -14,8 +14,8 @@ MERGER = {f"images.merger.{module}": f"visual.merger.{name}" for module, name in
     ("norm", "ln_q"), ("up", "mlp.0"), ("down", "mlp.2"))}
 MODULES = {**PATCHES, **LAYERS, "image_layers.mlp.up": "visual.blocks.{}.mlp.fc1",
            "image_layers.mlp.down": "visual.blocks.{}.mlp.fc2", **MERGER}
-# The first files have the text model's names in front, and the tower's without a prefix.
-OLDER = {"visual.": "model.visual."} | {
+# transformers writes the names of the first files, which have no prefix for the tower and another for the text.
+IN_FILES = {"visual.": "model.visual."} | {
     f"model.{part}.": f"model.language_model.{part}." for part in ("embed_tokens", "layers", "norm")}
 
 
@@ -34,4 +34,4 @@ def architecture(config: PreTrainedConfig) -> Architecture:
 
 
 FAMILY = with_images(qwen2.FAMILY, "language_model", MODULES, "Qwen2VLForConditionalGeneration",
-                     architecture=architecture, older=OLDER)
+                     architecture=architecture, in_files=IN_FILES)
