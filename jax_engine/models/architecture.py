@@ -366,7 +366,7 @@ class Architecture:
         if module.startswith(f"{IMAGE_LAYERS}."):
             return tuple(range(self.images.tower.num_layers))
         if module.startswith(f"{IMAGE_MERGERS}."):
-            return self.images.taps
+            return tuple(range(len(self.images.taps)))
         layers = tuple(range(self.num_stored_layers))
         if module == "layers.attn_norm" and not self.first_norm:
             return layers[1:]
