@@ -70,7 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "tokens": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
                             "<|video_pad|>"], "end": "<|im_end|>", "image": "<|image_pad|>",
                  "config": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION | {
-                     "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
+                     "depth": 4, "out_hidden_size": 32, "num_position_embeddings": 16,
+                     "deepstack_visual_indexes": [1, 2]}},
                  "processor": "Qwen3VLProcessor", "image_processor": "Qwen2VLImageProcessorPil",
                  "options": {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}},
     "llava_onevision": {"template": CHATML.replace("IMAGE", "<image>\\n"),

@@ -24,8 +24,8 @@ import numpy as np
 Tree = dict[str, Any]
 Path = tuple[str, ...]
 
-IMAGE_LAYERS = "image_layers"
-STACKS = ("layers", IMAGE_LAYERS)  # stacks of layers: their leaves have a leading layer axis
+IMAGE_LAYERS, IMAGE_MERGERS = "image_layers", "image_mergers"
+STACKS = ("layers", IMAGE_LAYERS, IMAGE_MERGERS)  # stacks of layers: their leaves have a leading layer axis
 AT = "@"  # in a key, before the positions of layers
 
 SUMS = {"total": jnp.float32, "weight": jnp.float32, "num_tokens": jnp.int32, "num_rows": jnp.int32}

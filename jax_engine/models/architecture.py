@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jax_engine.distributed.tree import IMAGE_LAYERS
+from jax_engine.distributed.tree import IMAGE_LAYERS, IMAGE_MERGERS
 from jax_engine.models.relative import Relative
 from jax_engine.models.rope import Rope
 from lmmods.core.errors import UserError
@@ -157,33 +157,75 @@ class LayerKind(NamedTuple):
         return self.routed if part == "moe" else True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Images:
     """Encoder of images, whose features replace the embeddings of image tokens.
 
     Args:
-        tower: Layers of its vision transformer (SigLIP, Zhai et al. 2023).
+        tower: Layers of its vision transformer.
         token: Id of the image token, one for each feature.
-        size: Height and width of an image of full size, in pixels.
-        patch: Height and width of a patch.
+        patch: Height and width of a patch, in pixels.
         channels: Number of colours.
-        projector: Features for the decoder: `shuffle` joins the patches of `factor` x `factor` squares and maps them by
-            a matrix (Idefics 3); `pool` averages them, and applies a norm and a matrix (Gemma 3).
-        by_fraction: Positions of patches are fractions of the part of the image that is not padding.
+        factor: A feature is of a square of `factor` x `factor` patches.
         in_both_directions: Image tokens also attend to the later tokens of their image.
         may_start_random: This engine draws initial weights from the distributions of transformers.
+        taps: Layers of the tower whose output is also mapped to features, which are added to the image tokens after
+            the decoder's first, second, ... layer (DeepStack, Meng et al. 2024).
     """
 
     tower: "Architecture"
     token: int
-    size: int
     patch: int
     channels: int
-    projector: Literal["shuffle", "pool"]
     factor: int
-    by_fraction: bool = False
     in_both_directions: bool = False
     may_start_random: bool = True
+    taps: tuple[int, ...] = ()
+
+    @property
+    def mask_indices(self) -> tuple[int, ...]:
+        """For each layer of the tower, the index of its mask among those of the encoder's `Stream`."""
+        return (0,) * self.tower.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedImages(Images):
+    """Images padded to one size, for a SigLIP (Zhai et al. 2023).
+
+    Args:
+        size: Height and width of an image of full size, in pixels.
+        projector: Features for the decoder: `shuffle` joins the patches of a square and maps them by a matrix
+            (Idefics 3); `pool` averages them, and applies a norm and a matrix (Gemma 3).
+        by_fraction: Positions of patches are fractions of the part of the image that is not padding.
+    """
+
+    size: int
+    projector: Literal["shuffle", "pool"]
+    by_fraction: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchImages(Images):
+    """Images of any size as flat patches, square by square (Qwen2-VL, Wang et al. 2024). Patches have rotary positions.
+
+    Args:
+        frames: Number of frames in a patch; an image is repeated.
+        patch_bias: The map of patches has biases.
+        side: Height and width of a learned table of positions, which is interpolated; None has no table.
+        window: Height and width, in patches, of the windows to which attention is limited; None does not limit it.
+        full_layers: Layers of the tower whose attention is not limited.
+    """
+
+    frames: int
+    patch_bias: bool = False
+    side: int | None = None
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+
+    @property
+    def mask_indices(self) -> tuple[int, ...]:
+        return tuple(int(self.window is not None and layer not in self.full_layers)
+                     for layer in range(self.tower.num_layers))
 
 
 @dataclass(frozen=True)
@@ -323,6 +365,8 @@ class Architecture:
         """Return the stored layers that have this module (our path, for instance `layers.attn_norm`)."""
         if module.startswith(f"{IMAGE_LAYERS}."):
             return tuple(range(self.images.tower.num_layers))
+        if module.startswith(f"{IMAGE_MERGERS}."):
+            return tuple(range(len(self.images.taps)))
         layers = tuple(range(self.num_stored_layers))
         if module == "layers.attn_norm" and not self.first_norm:
             return layers[1:]

@@ -150,22 +150,23 @@ class Fused:
         return attend_fused
 
 
-def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None, on: Target | None = None
-           ) -> Fused | None:
+def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | None, on: Target | None = None,
+           name: str = "Attention") -> Fused | None:
     """Return the fused kernel for a network, or None if there is none or it fails its check. Report it, except on CPUs.
 
     Args:
         requested: The recipe's choice of attention; `eager` is unfused attention.
         on: The `target`.
+        name: What the report calls this attention.
     """
     on = target(on)
     if on.platform == "cpu":
         return None
     reason = unsupported_reason(arch, dtype, requested)
     if reason is not None:
-        return _report(None, f"Attention: plain, because {reason}. It takes more time and memory.")
+        return _report(None, f"{name}: plain, because {reason}. It takes more time and memory.")
     if on.is_simulated:
-        return _report(None, "Attention: in blocks, because simulated devices have no fused kernel.")
+        return _report(None, f"{name}: in blocks, because simulated devices have no fused kernel.")
     # `unsupported_reason` has checked that all layers have the same scale and window.
     fused = Fused(arch.num_heads, arch.num_kv_heads, arch.head_dim, str(dtype), arch.causal, arch.attention_scales[0],
                   arch.windows[0])
@@ -174,9 +175,9 @@ def choose(arch: Architecture, dtype: jnp.dtype, head: Head, requested: str | No
     # Left-padded rows need the mask: key lengths would treat padding as text.
     fused = replace(fused, by_length=False) if HEADS[head].may_pad_left else fused
     if not on.is_here:
-        return _report(fused, f"Attention: {fused.implementation}'s fused kernel, assumed to pass its check, which "
+        return _report(fused, f"{name}: {fused.implementation}'s fused kernel, assumed to pass its check, which "
                               "needs the device.")
-    return keep_passing_uses(fused)
+    return keep_passing_uses(fused, name)
 
 
 def is_replaced_by_blocks(arch: Architecture, dtype: str, requested: str | None, on: Target | None = None) -> bool:
@@ -212,7 +213,7 @@ def unsupported_reason(arch: Architecture, dtype: jnp.dtype, requested: str | No
     return None
 
 
-def keep_passing_uses(fused: Fused) -> Fused | None:
+def keep_passing_uses(fused: Fused, name: str = "Attention") -> Fused | None:
     """Return `fused` with only the uses that pass their check; None if all fail."""
     problems = {use: find_mismatch(fused, use == "by_mask") for use in ("by_length", "by_mask") if getattr(fused, use)}
     # Keep one use if only the other fails.
@@ -220,9 +221,9 @@ def keep_passing_uses(fused: Fused) -> Fused | None:
     passed = replace(fused, **dict.fromkeys(failed, False))
     reasons = "; ".join(f"{_USES[use]}: {problem}" for use, problem in failed.items())
     if len(failed) == len(problems):
-        return _report(None, f"Attention: plain, because the fused kernel fails its check ({reasons}). It takes more "
+        return _report(None, f"{name}: plain, because the fused kernel fails its check ({reasons}). It takes more "
                              "time and memory.")
-    return _report(passed, f"Attention: {fused.implementation}'s fused kernel, which agrees with plain attention"
+    return _report(passed, f"{name}: {fused.implementation}'s fused kernel, which agrees with plain attention"
                    + (f"; rows that fail its check use plain attention ({reasons})." if failed else "."))
 
 

@@ -385,12 +385,13 @@ class Forward:
         if not self._use_cache:
             carry = dict(inputs or {})
             return carry, self._recompute(params, carry, tokens, real, width)
-        positions = _positions(real[:, :width])
         batch = {"input_ids": tokens[:, :width], "attention_mask": real[:, :width].astype(jnp.int32),
-                 "position_ids": positions, **(inputs or {})}
+                 "position_ids": _positions(real[:, :width]), **(inputs or {})}
+        # New tokens continue after the largest position, which an image before the last token may have.
+        latest = self._network.positions(batch).reshape(len(tokens), -1).max(1)
         # All prompts in one pass. They are right-aligned, so their last tokens are in the last column.
         hidden, cache = self._network.hidden(params, batch, cache=self._network.init_cache(*tokens.shape))
-        return {"cache": cache, "position": positions[:, -1]}, hidden[:, -1]
+        return {"cache": cache, "position": latest}, hidden[:, -1]
 
     def step(self, params: Tree, carry: Tree, tokens: Array, real: Array, index: Array) -> tuple[Tree, Array]:
         """Return the carried state and the hidden states [N, D] of the latest tokens, at `index`."""

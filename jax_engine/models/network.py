@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from jax_engine.distributed.interface import context_parallel_size, on_mesh, shard_sequence
 from jax_engine.distributed.tree import (
     IMAGE_LAYERS,
+    IMAGE_MERGERS,
     Path,
     Tree,
     flatten,
@@ -34,7 +35,16 @@ from jax_engine.models.context_parallel import ContextParallel
 from jax_engine.models.dropout import Seeds, add_noise, dropout, site_seeds, token_words
 from jax_engine.models.experts import MATRICES, Load, SparseMLP
 from jax_engine.models.heads import HEADS
-from jax_engine.models.images import ImageEncoder, image_blocks, place_images
+from jax_engine.models.images import (
+    GRID,
+    PIXELS,
+    Merger,
+    Stream,
+    build_encoder,
+    image_blocks,
+    image_positions,
+    place_features,
+)
 from jax_engine.models.linear import (
     ACTIVATIONS,
     Build,
@@ -55,6 +65,8 @@ from lmmods.core.errors import UserError
 from lmmods.core.hf_config import PER_LAYER_VOCABULARY
 from lmmods.core.settings import decays, depth, num_layers
 from lmmods.recipe.tasks.base import Quantize
+
+AfterLayer = Callable[[Array, Array], Array]  # (index of a layer, stream after it) -> stream [B, T, D]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoder: embeddings of tokens and positions.
@@ -146,8 +158,8 @@ class EncoderEmbedding(nnx.Module):
         x = dropout(self.norm(x), self.arch.embedding_dropout, seeds, "embed")
         return x if self.project is None else self.project(x, seeds).astype(x.dtype)
 
-    def build_after_first(self, x: Array, real: Array, seeds: Seeds | None) -> Callable[[Array], Array]:
-        """Return the function to apply after the first layer. It adds a convolution of the embeddings `x`, and norms.
+    def build_after_layer(self, x: Array, real: Array, seeds: Seeds | None) -> "AfterLayer":
+        """Return what follows layers: after the first, add a convolution of the embeddings `x`, and norm.
 
         Args:
             real: [B, T] bool, False for padding, which is not read and stays zero.
@@ -155,7 +167,11 @@ class EncoderEmbedding(nnx.Module):
         real = real[..., None].astype(x.dtype)
         convolved = dropout(self.conv(x * real) * real, self.arch.residual_dropout, seeds, "embed.conv")
         convolved = ACTIVATIONS[self.arch.convolution.activation](convolved)
-        return lambda x: self.conv_norm(x + convolved) * real
+
+        def add(x: Array) -> Array:
+            return self.conv_norm(x + convolved) * real
+
+        return lambda layer, x: jax.lax.cond(layer == 0, add, lambda x: x, x)
 
     def relative_table(self, length: int) -> Table:
         """Return the relative-position table for rows of this length."""
@@ -306,8 +322,10 @@ class Network(Names):
         parts |= {kind: partial(Block, arch, build, kind) for kind in dict.fromkeys(arch.kinds)}
         if arch.images is not None:
             tower, plain = arch.images.tower, dataclasses.replace(build, lora=None, adapted=frozenset(), rows={})
-            parts |= {"images": lambda: ImageEncoder(arch, plain),
+            parts |= {"images": lambda: build_encoder(arch, plain),
                       IMAGE_LAYERS: lambda: Block(tower, plain, tower.kinds[0])}
+            if arch.images.taps:
+                parts[IMAGE_MERGERS] = lambda: Merger(arch, plain, IMAGE_MERGERS, joins_first=True)
         if arch.final_norm_eps is not None:
             parts["norm"] = lambda: Norm(arch.hidden_size, arch.norm, arch.final_norm_eps)
         return parts | {"head": lambda: HEADS[self.head](arch, build)}
@@ -335,7 +353,7 @@ class Network(Names):
 
         Args:
             batch: `input_ids` [B, T]; `attention_mask`, or for packed rows `segment_ids` and `position_ids` that
-                restart at 0; `token_type_ids` if the network has types; images as for `place_images`. `position_ids`
+                restart at 0; `token_type_ids` if the network has types; images as for its encoder. `position_ids`
                 default to 0, 1, ... per row.
             training: Apply dropout, seeded by the batch's `token_seeds` [B, T].
             cache: From `init_cache`; the batch's `attention_mask` then marks its real tokens.
@@ -354,21 +372,21 @@ class Network(Names):
     def _run(self, params: Tree, batch: dict[str, Array], training: bool, cache: Tree | None, has_load: bool = False
              ) -> tuple[Array, Tree | None, Load | None]:
         self._check(batch)
-        position_ids = self._positions(batch)
+        position_ids = self.positions(batch)
         seeds = Seeds(token_words(batch), self._sites) if training and self.drops else None
         embedding = self._part("embed", params)
         x = embedding(batch, position_ids, seeds)
-        blocks = None
-        if (images := self.arch.images) is not None:
-            x = place_images(self._part("images", params), partial(self._image_layers, params[IMAGE_LAYERS]), batch, x)
-            blocks = image_blocks(batch["input_ids"], images.token) if images.in_both_directions else None
+        blocks = after_layer = None
+        if (images := self.arch.images) is not None and PIXELS in batch:
+            x, after_layer = self._place_images(params, batch, x)
+        if images is not None and images.in_both_directions:
+            blocks = image_blocks(batch["input_ids"], images.token)
         x = shard_sequence(x)
         angles, key_angles = self._angles(batch, position_ids, cache)
         if self.arch.relative is not None:
             angles = [embedding.relative_table(x.shape[1])]
-        after_first = None
         if self.arch.convolution is not None:
-            after_first = embedding.build_after_first(x, real_tokens(batch), seeds)
+            after_layer = embedding.build_after_layer(x, real_tokens(batch), seeds)
         # One mask per distinct window; each layer selects its own. The sort key allows None among the numbers.
         windows = sorted(set(self.arch.windows), key=str)
         # Kernels support whole rows only, not a cache.
@@ -388,7 +406,7 @@ class Network(Names):
         real = texts.real if has_load else None
         inputs = embedding.per_layer_inputs(batch, x, seeds) if self.arch.layer_inputs else None
         x, layer_caches, load = self._layers(params["layers"], x, masks, windows, angles, key_angles, seeds, cache,
-                                             real, after_first, inputs, texts)
+                                             real, after_layer, inputs, texts)
         if "norm" in self._graphs:
             x = self._part("norm", params)(x)
         # Pooling and dropout of the head run here, where masks and seeds are available.
@@ -397,7 +415,7 @@ class Network(Names):
 
     def _layers(self, layers: Tree, x: Array, masks: list[Array], windows: list[int | None],
                 angles: list[Angles], key_angles: list[Angles], seeds: Seeds | None, cache: Tree | None,
-                real: Array | None, after_first: Callable[[Array], Array] | None, inputs: Array | None, texts: Texts
+                real: Array | None, after_layer: AfterLayer | None, inputs: Array | None, texts: Texts
                 ) -> tuple[Array, Tree | None, Load | None]:
         arch = self.arch
         # Shared layers are selected by index from the stored ones; others are inputs of the scan.
@@ -412,7 +430,7 @@ class Network(Names):
             steps["has_norm"] = jnp.arange(arch.num_layers) > 0
             layers = layers | {"attn_norm": jax.tree.map(lambda leaf: jnp.pad(
                 leaf, ((1, 0), (0, 0)), constant_values=1), layers["attn_norm"])}
-        steps |= {} if after_first is None else {"is_first": jnp.arange(arch.num_layers) == 0}
+        steps |= {} if after_layer is None else {"index": jnp.arange(arch.num_layers)}
         steps |= {} if is_shared else {"params": layers}
         sites = {site: words for site, words in self._sites.items() if site.startswith("layers.")}
         steps |= {} if seeds is None else {"sites": sites}
@@ -436,9 +454,9 @@ class Network(Names):
             x, *outputs = block(x, mask, step["scale"], query_rope, layer_seeds, layer_cache,
                                 None if cache is None else cache["length"], key_rope or None, step.get("has_norm"),
                                 real, step.get("input"), borrowed)
-            if after_first is not None:
-                # Inside the scan, so that the first layer needs no separate program.
-                x = jax.lax.cond(step["is_first"], after_first, lambda x: x, x)
+            if after_layer is not None:
+                # Inside the scan, so that the first layers need no separate program.
+                x = after_layer(step["index"], x)
             return shard_sequence(x), tuple(outputs)
 
         # On a mesh always, so that gathered weights are not saved (see `_REMAT_POLICIES`). Inside a scan, XLA cannot
@@ -473,16 +491,42 @@ class Network(Names):
                                              for stack_caches in caches]) for name in names}
         return x, None if cache is None else by_name, concatenate_layers(list(loads))
 
-    def _image_layers(self, layers: Tree, x: Array, mask: Array) -> Array:
-        """Return the stream of images [M, P, D] after the layers of their transformer."""
-        scale = jnp.float32(self.arch.images.tower.attention_scales[0])
+    def _place_images(self, params: Tree, batch: dict[str, Array], x: Array) -> tuple[Array, AfterLayer | None]:
+        """Return embeddings [B, T, D] with image features instead of image tokens, and what follows the first layers.
+        """
+        images, encoder = self.arch.images, self._part("images", params)
+        count = encoder.count(batch)
 
-        def layer(x: Array, params: Tree) -> tuple[Array, None]:
-            return nnx.merge(self._graphs[IMAGE_LAYERS], params)(x, mask, scale, None, None)[0], None
+        def place(x: Array, stream: Stream, *merger: Merger) -> Array:
+            features = encoder.features(batch, stream.x, *merger)
+            return place_features(features, count, batch["input_ids"], images.token, x)
+
+        stream, start, added = encoder.embed(batch), 0, []
+        for index, tap in enumerate(images.taps):
+            stream, start = self._image_layers(params[IMAGE_LAYERS], stream, slice(start, tap + 1)), tap + 1
+            leaves = jax.tree.map(lambda leaf, index=index: leaf[index], params[IMAGE_MERGERS])
+            added.append(place(jnp.zeros_like(x), stream, nnx.merge(self._graphs[IMAGE_MERGERS], leaves)))
+        x = place(x, self._image_layers(params[IMAGE_LAYERS], stream, slice(start, None)))
+        if not added:
+            return x, None
+        by_layer = jnp.stack(added)
+        return x, lambda layer, x: jax.lax.cond(
+            layer < len(by_layer), lambda x: x + by_layer[jnp.minimum(layer, len(by_layer) - 1)], lambda x: x, x)
+
+    def _image_layers(self, layers: Tree, stream: Stream, indices: slice) -> Stream:
+        """Return the stream of patches after these layers of their transformer."""
+        images, masks = self.arch.images, stream.masks
+        scale = jnp.float32(images.tower.attention_scales[0])
+        steps = {"params": jax.tree.map(lambda leaf: leaf[indices], layers),
+                 "mask": jnp.array(images.mask_indices[indices], jnp.int32)}
+
+        def layer(x: Array, step: Tree) -> tuple[Array, None]:
+            mask = masks[0] if len(masks) == 1 else partial(jax.lax.switch, step["mask"], masks)
+            return nnx.merge(self._graphs[IMAGE_LAYERS], step["params"])(x, mask, scale, stream.angles, None)[0], None
 
         if self.remat != "none" or on_mesh() or self.recomputes:  # as in `_layers`
             layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[self.remat], prevent_cse=False)
-        return jax.lax.scan(layer, x, layers)[0]
+        return stream._replace(x=jax.lax.scan(layer, stream.x, steps)[0])
 
     def _angles(self, batch: dict[str, Array], position_ids: Array, cache: Tree | None
                 ) -> tuple[list[Angles], list[Angles]]:
@@ -529,7 +573,9 @@ class Network(Names):
     def _part(self, name: str, params: Tree) -> nnx.Module:
         return nnx.merge(self._graphs[name], params.get(name, {}))
 
-    def _positions(self, batch: dict[str, Array]) -> Array:
+    def positions(self, batch: dict[str, Array]) -> Array:
+        """Return the positions [B, T] of a batch's tokens; [B, T, 3] in time, height and width if it has such images.
+        """
         ids, arch = batch["input_ids"], self.arch
         if arch.positions_after_padding:
             if "position_ids" in batch:
@@ -537,7 +583,8 @@ class Network(Names):
             # As in RoBERTa: real tokens count from padding_id + 1, and padding has position padding_id.
             real = (ids != arch.padding_id).astype(jnp.int32)
             return jnp.cumsum(real, axis=1) * real + arch.padding_id
-        return batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+        positions = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+        return image_positions(arch.images, batch, positions) if GRID in batch else positions
 
     def _check(self, batch: dict[str, Array]) -> None:
         if batch["input_ids"].ndim != 2:

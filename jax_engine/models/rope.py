@@ -26,6 +26,7 @@ class Rope:
         length: Maximum number of tokens with these frequencies; longer texts use `long` or `growth`.
         long: Frequencies of longer texts (LongRoPE, Ding et al. 2024).
         growth: Factor that lowers the frequencies with the length of longer texts (dynamic NTK).
+        axes: For positions of several axes, such as height and width, the axis of each pair of features.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -34,6 +35,7 @@ class Rope:
     length: int = 0
     long: tuple[float, ...] | None = None
     growth: float | None = None
+    axes: tuple[int, ...] | None = None
 
     @property
     def by_length(self) -> bool:
@@ -45,7 +47,7 @@ class Rope:
         return Rope((0.0,) * len(self.inverse_frequencies), interleaved=self.interleaved)
 
     def angles(self, position_ids: Array, lengths: Array | None) -> Angles:
-        """Return cosines and sines at positions [B, T].
+        """Return cosines and sines at positions [B, T], or [B, T, axes].
 
         Args:
             lengths: Length of each position's text, [B, T] or [B, 1]; may be None unless `by_length`.
@@ -60,7 +62,9 @@ class Rope:
             stretch = self.growth * jnp.maximum(lengths, self.length) / self.length - (self.growth - 1)
             pairs = len(self.inverse_frequencies)
             frequencies = frequencies * stretch[..., None] ** -(np.arange(pairs, dtype=np.float32) / (pairs - 1))
-        angles = (position_ids[..., None].astype(jnp.float32) * frequencies)[:, :, None]
+        # [B, T, 1], or the position of each pair [B, T, n / 2].
+        positions = position_ids[..., None] if position_ids.ndim == 2 else position_ids[..., np.array(self.axes)]
+        angles = (positions.astype(jnp.float32) * frequencies)[:, :, None]
         # Both features of a pair get the same angle: [B, T, 1, n / 2] -> [B, T, 1, n].
         angles = jnp.repeat(angles, 2, -1) if self.interleaved else jnp.concatenate([angles, angles], -1)
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
@@ -103,6 +107,27 @@ def rope_of(config: PreTrainedConfig, layer_type: str | None = None, *, partial:
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise _unsupported(parameters, f"{type(error).__name__} {one_line(error)}") from error
     return rope
+
+
+def image_rope_of(config: PreTrainedConfig, interleaved: bool) -> Rope:
+    """Return the rope of a decoder whose image tokens have positions in time, height and width (M-RoPE).
+
+    Args:
+        interleaved: The axes of pairs alternate; otherwise each axis has a section of pairs.
+
+    Raises:
+        UserError: The type is not supported, or the sections do not fit the heads.
+    """
+    rope, parameters = rope_of(config), config.rope_parameters
+    sections, num_pairs = parameters.get("mrope_section") or (), len(rope.inverse_frequencies)
+    if rope.by_length:
+        raise _unsupported(parameters, "the frequencies would depend on the length of a text with images")
+    if len(sections) != 3 or sum(sections) != num_pairs:
+        raise _unsupported(parameters, f"mrope_section must have three numbers whose sum is {num_pairs}")
+    if not interleaved:
+        return replace(rope, axes=tuple(axis for axis, size in enumerate(sections) for _ in range(size)))
+    # Time, height, width, time, ..., until the pairs of height and width are used up; the rest is time.
+    return replace(rope, axes=tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs)))
 
 
 def _plain_frequencies(config: PreTrainedConfig, parameters: dict[str, Any], fraction: float) -> tuple[float, ...]:

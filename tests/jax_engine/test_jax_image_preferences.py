@@ -28,6 +28,7 @@ def fit(shared, tmp_path):
     pytest.param("idefics3", ROWS, {"model.trainable_parameters": [""]}, id="all"),
     pytest.param("gemma3", ROWS, {"model.lora": {"rank": 4}, "model.optimizer.lr": 1.0}, id="lora",
                  marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", ROWS, {"model.trainable_parameters": [""]}, id="qwen3_vl", marks=pytest.mark.slow),
     pytest.param("idefics3", ROWS, {"model.reference": "cache"}, id="cache", marks=pytest.mark.slow),
     pytest.param("idefics3", LABELLED, {"model.loss": "kto"}, id="kto", marks=pytest.mark.slow)])
 def test_both_engines_train_and_save_the_same(fit, family, rows, changes):

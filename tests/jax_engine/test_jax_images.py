@@ -3,21 +3,26 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hf_reference import our_loss
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.numpy import load_file
+from test_initial_parameters import assert_same_values
 from transformers import AutoModelForImageTextToText
 
 from jax_engine.models import hub, loading, lora
+from jax_engine.models.fused import Fused
 from jax_engine.models.generate import generate
+from jax_engine.models.images import attend_in_windows, attend_to_images
 from lmmods.cli import main
 from lmmods.core.adapters import saved_name
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.initialization import from_config
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
 from tests.forks import together
@@ -36,7 +41,7 @@ from tests.torch_engine.test_images import (  # noqa: F401 - `sparse` is a fixtu
 )
 from tests.vision_models import make_arguments, save_vision_model
 
-FAMILIES = ("idefics3", "smolvlm", "gemma3")
+FAMILIES = ("idefics3", "smolvlm", "gemma3", "qwen3_vl", "qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow))
 MESH = "jax_engine.distributed.devices.MeshSharding"
 
 
@@ -86,7 +91,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
     data, batch = make_batch(folder, tmp_path)
     labels = batch["labels"].numpy()
     inputs = processed(family, tmp_path, ROWS[:6])
-    if family != "gemma3":  # padding around images, as around those of other shapes
+    if "pixel_attention_mask" in inputs:  # padding around images, as around those of other shapes
         for mask in (inputs["pixel_attention_mask"], batch["per_row/pixel_attention_mask"]):
             mask[1, 0, 12:] = mask[1, 0, :, 8:] = mask[0, 0, 4:] = 0
     expected, exact = in_torch(folder, inputs, labels)
@@ -117,8 +122,10 @@ def test_packs_have_the_loss_and_all_gradients_of_their_rows(family, model_folde
 
 
 @pytest.mark.parametrize(("family", "options"), [
-    ("idefics3", {}), ("gemma3", {}), ("idefics3", {"use_cache": False}), ("gemma3", {"use_cache": False}),
-    ("idefics3", {"num_beams": 2})], ids=str)
+    ("idefics3", {}), ("gemma3", {}), ("qwen3_vl", {}), ("idefics3", {"use_cache": False}),
+    ("gemma3", {"use_cache": False}), ("idefics3", {"num_beams": 2}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen2_5_vl", {}), ("qwen3_vl", {"use_cache": False}), ("qwen3_vl", {"num_beams": 2})))], ids=str)
 def test_answers_are_those_of_transformers(family, options, model_folder, tmp_path):
     folder = model_folder(family)
     data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
@@ -146,6 +153,71 @@ def test_answers_are_those_of_transformers(family, options, model_folder, tmp_pa
             answer for answer in expected + expected[::-1] for _ in range(2)]
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_positions_of_texts_that_are_packed_into_a_row_restart(family, model_folder, tmp_path):
+    """In time, height and width; images do not see each other."""
+    folder = model_folder(family)
+    batch = {name: x.numpy() for name, x in make_batch(folder, tmp_path)[1].items()}
+    real = batch["attention_mask"] > 0
+    packed = {"input_ids": batch["input_ids"][real], "segment_ids": np.nonzero(real)[0] + 1,
+              "position_ids": np.nonzero(real)[1]}
+    for name in ("pixel_values", "image_grid_thw"):
+        counts, values = batch[f"per_row/num_{name}"], batch[f"per_row/{name}"]
+        packed[f"per_row/{name}"] = values[np.arange(values.shape[1]) < counts[:, None]]
+    network, params = on_jax(folder)
+    logits = jax.jit(network.scores)(params, {name: x[None] for name, x in packed.items()})[0]
+    inputs = processed(family, tmp_path, ROWS[:6])
+
+    def run_torch(model):
+        return model(**accepted(model, inputs | {"pixel_values": inputs["pixel_values"].to(model.dtype)})).logits[
+            inputs["attention_mask"] > 0]
+
+    with torch.no_grad():
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+        assert_as_close(logits, *in_both(run_torch, model), terms=1024)
+
+
+KERNEL = Fused(num_heads=2, num_kv_heads=2, head_dim=8, dtype="float32", causal=False, scale=0.3, implementation="xla")
+
+
+@pytest.mark.parametrize(("attend_to", "sizes"), [
+    pytest.param(lambda ids, *qkv: attend_to_images(ids, 0.3, *qkv), [[300, 5, 280], [0, 600]], id="chunks"),
+    pytest.param(lambda ids, *qkv: attend_in_windows(ids, 0.3, 16, *qkv), [[16, 3, 16, 16, 9], [1, 1, 12, 16]],
+                 id="windows"),
+    pytest.param(lambda ids, *qkv: KERNEL.for_batch({"input_ids": ids, "segment_ids": ids})(*qkv), [[3, 9], [16]],
+                 id="kernel")])
+def test_attention_of_patches_is_torchs_attention_of_each_image(attend_to, sizes):
+    length = -(-max(map(sum, sizes)) // 16) * 16
+    ids = np.stack([np.pad(np.repeat(1 + np.arange(len(row)), row), (0, length - sum(row))) for row in sizes])
+    q, k, v, weights = np.random.default_rng(0).normal(size=(4, 2, length, 2, 8)).astype(np.float32)
+    weights *= (ids > 0)[..., None, None]
+
+    def run_torch(dtype):
+        tensors = [torch.tensor(x, dtype=dtype, requires_grad=True) for x in (q, k, v)]
+        mixed = torch.zeros(q.shape, dtype=dtype)
+        for row in range(2):
+            for image in range(1, len(sizes[row]) + 1):
+                at = torch.tensor(ids[row] == image)
+                parts = (x[row, at].transpose(0, 1) for x in tensors)  # heads first
+                mixed[row, at] = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.3).transpose(0, 1)
+        return mixed, torch.autograd.grad((mixed * torch.tensor(weights)).sum(), tensors)
+
+    def loss(q, k, v):
+        mixed = attend_to(jnp.asarray(ids), q, k, v).reshape(q.shape) * (ids > 0)[..., None, None]
+        return (mixed * weights).sum(), mixed
+
+    (_, mixed), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    assert_as_close((mixed, grads), run_torch(torch.float32), run_torch(torch.float64))
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "qwen2_5_vl"])
+def test_random_weights_are_torchs(family, model_folder):
+    config = load_config(str(model_folder(family)), all_parts=True)
+    network = hub.network(config, "causal")
+    assert_same_values(network.to_torch(network.init(3)),
+                       from_config(lambda: AutoModelForImageTextToText.from_config(config), 3))
+
+
 # ---- whole runs ----
 
 @pytest.fixture
@@ -165,10 +237,14 @@ def exported(root) -> dict[str, np.ndarray]:
     return load_file(file)
 
 
+QLORA = {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"}
+
+
 @pytest.mark.parametrize(("family", "changes"), [
-    ("idefics3", {}), ("gemma3", {"model.trainable_parameters": [""]}),
-    ("idefics3", {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4", "data.packing": True})],
-    ids=["full", "all", "qlora"])
+    pytest.param("idefics3", {}, id="full"), pytest.param("gemma3", WHOLE, id="all"),
+    pytest.param("idefics3", QLORA | {"data.packing": True}, id="qlora"), pytest.param("qwen3_vl", WHOLE, id="qwen3_vl"),
+    pytest.param("qwen3_vl", QLORA, id="qwen3_vl-qlora", marks=pytest.mark.slow),
+    *(pytest.param(family, WHOLE, id=family, marks=pytest.mark.slow) for family in ("qwen2_5_vl", "qwen2_vl"))])
 def test_both_engines_train_and_save_the_same(arguments, family, changes, model_folder, tmp_path):
     for engine in ("torch", "jax"):
         run("fit", *arguments(tmp_path / engine, family, engine, **changes))
@@ -198,9 +274,11 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
 
 @pytest.mark.parametrize(("family", "changes", "names"), [
     ("idefics3", {}, ("split", "devices", "chunks")),
-    pytest.param("gemma3", {}, ("split", "devices", "chunks", "fsdp", "mesh"), marks=pytest.mark.slow),
-    pytest.param("gemma3", PACKED, ("split", "devices", "chunks"), marks=pytest.mark.slow),
-    pytest.param("idefics3", {}, ("mesh",), marks=pytest.mark.slow)])
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("idefics3", {}, ("mesh",)), ("gemma3", {}, ("split", "devices", "chunks", "fsdp", "mesh")),
+        ("gemma3", PACKED, ("split", "devices", "chunks")), ("qwen2_5_vl", {}, ("split", "devices", "chunks")),
+        ("qwen3_vl", {}, ("split", "devices", "chunks", "fsdp", "mesh")),
+        ("qwen3_vl", PACKED, ("split", "devices", "chunks"))))])
 def test_any_split_and_several_devices_give_the_same_steps(arguments, family, changes, names, tmp_path):
     """With the whole model in training, rows of zero to three images, and chunks of some of them."""
     splits = {"whole": {"data.batch_size": 8}, "split": {"data.batch_size": 4, "trainer.accumulate_grad_batches": 2},
@@ -251,23 +329,24 @@ def test_both_engines_take_steps_without_images(sparse, tmp_path):  # noqa: F811
         np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_a_run_that_starts_on_torch_resumes_on_jax_with_the_same_answers(arguments, tmp_path):
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_run_that_starts_on_torch_resumes_on_jax_with_the_same_answers(arguments, family, tmp_path):
     changes = {"model.optimizer.name": "adamw", "model.optimizer.lr": 0.01, "checkpoint.every_n_steps": 2,
                "data.predict_source": str(tmp_path / "rows" / "rows.jsonl")}
     for engine in ("torch", "jax"):
         root = tmp_path / engine
-        run("fit", *arguments(root, engine="torch", **changes, **{"trainer.max_steps": 2}))
+        run("fit", *arguments(root, family, "torch", **changes, **{"trainer.max_steps": 2}))
         for command in ("fit", "predict"):
-            run(command, *arguments(root, engine=engine, **changes, **{"trainer.max_steps": 4}), "--ckpt_path", "last")
+            run(command, *arguments(root, family, engine, **changes, **{"trainer.max_steps": 4}), "--ckpt_path", "last")
     assert losses(tmp_path / "jax") == pytest.approx(losses(tmp_path / "torch"), rel=1e-4)
     ours, expected = (RunFolder(tmp_path / engine).predictions.read_text() for engine in ("jax", "torch"))
     assert ours == expected
 
 
 def test_what_is_not_supported_is_an_error(arguments, model_folder, tmp_path, capsys):
-    changes = {"model.pretrained": str(model_folder("qwen3_vl"))}
+    changes = {"model.pretrained": str(model_folder("llava_onevision"))}
     assert main(["fit", *arguments(tmp_path / "run", **changes)]) != 0
-    assert "gemma3, idefics3, smolvlm" in " ".join(capsys.readouterr().err.split())
+    assert "gemma3, idefics3, qwen2_5_vl, qwen2_vl, qwen3_vl, smolvlm" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Images, refuse
+from jax_engine.models.architecture import Architecture, PaddedImages, refuse
 from jax_engine.models.families import gemma3_text
 from jax_engine.models.families.idefics3 import TOWER, siglip, with_images
 
@@ -19,9 +19,10 @@ def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config.text_config, model_type="gemma3_text")
     refuse(vision, vision_use_head=False)
     side = vision.image_size // vision.patch_size
-    images = Images(siglip(vision), config.image_token_id, vision.image_size, vision.patch_size, vision.num_channels,
-                    "pool", side // int(config.mm_tokens_per_image**0.5), in_both_directions=True,
-                    may_start_random=False)
+    images = PaddedImages(tower=siglip(vision), token=config.image_token_id, size=vision.image_size,
+                          patch=vision.patch_size, channels=vision.num_channels, projector="pool",
+                          factor=side // int(config.mm_tokens_per_image**0.5), in_both_directions=True,
+                          may_start_random=False)
     return replace(gemma3_text.architecture(config.text_config), images=images, tied=config.tie_word_embeddings)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from jax_engine.models.architecture import Architecture, Family, Images, plain_layers, refuse
+from jax_engine.models.architecture import Architecture, Family, PaddedImages, plain_layers, refuse
 from jax_engine.models.families import llama
 from jax_engine.models.linear import check_activation
 
@@ -53,8 +53,9 @@ def with_images(text: Family, part: str, before: dict[str, str], name: str, **fi
 def architecture(config: PreTrainedConfig) -> Architecture:
     refuse(config.text_config, model_type="llama")
     vision = config.vision_config
-    images = Images(siglip(vision), config.image_token_id, vision.image_size, vision.patch_size, vision.num_channels,
-                    "shuffle", config.scale_factor, by_fraction=True)
+    images = PaddedImages(tower=siglip(vision), token=config.image_token_id, size=vision.image_size,
+                          patch=vision.patch_size, channels=vision.num_channels, projector="shuffle",
+                          factor=config.scale_factor, by_fraction=True)
     return replace(llama.architecture(config.text_config), images=images, tied=config.tie_word_embeddings)
 
 

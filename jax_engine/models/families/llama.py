@@ -43,7 +43,8 @@ def llama_like(config: PreTrainedConfig, **overrides: Any) -> Architecture:
         "activation": check_activation(overrides.pop("activation", None) or config.hidden_act), "init_std": std,
         "layer_std": std, "residual_std": std, "causal": True, "positions": "rope",
         "ropes": (rope,) * config.num_hidden_layers, "padding_id": config.pad_token_id,
-        "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True, "tied": config.tie_word_embeddings,
+        "qkv_bias": False, "out_bias": False, "mlp_bias": False, "gated": True,
+        "tied": overrides.pop("tied") if "tied" in overrides else config.tie_word_embeddings,
         "attention_dropout": config.attention_dropout or 0.0,
         **plain_layers(config.num_hidden_layers, head_dim**-0.5), **overrides})
 
