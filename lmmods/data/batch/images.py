@@ -92,13 +92,13 @@ class ImageSet(Dataset):
 class ImageCollator:
     """Adds the images of rows to batches, as columns whose names start with PER_ROW.
 
-    An input that has n entries of a row is [B, max n, ...], padded with zeros to the largest of the batch. Without
-    padding in the network's own form, it also has a column COUNT + name [B]. Batches without images have no such
+    An input that has n entries of a row is [B, max n, ...], padded with zeros to the largest of the batch. An input
+    that the network takes without padding also has the column COUNT + name [B]. Batches without images have no such
     columns.
 
     Args:
         collator: Collator of the other columns.
-        family: Which inputs are padded in the network's own form.
+        family: Which inputs the network takes with padding.
     """
 
     collator: Collate
