@@ -23,7 +23,7 @@ from lmmods.torch_engine.nn.micro_batches import split_rows
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
-from tests.vision_models import FAMILIES, make_arguments, make_processor, picture, save_vision_model
+from tests.vision_models import FAMILY_PARAMS, make_arguments, make_processor, picture, save_vision_model
 
 ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
@@ -55,11 +55,10 @@ def build(folder, data, **fields):
 
 def processed(family, tmp_path, conversations, side="right", **options):
     """Return transformers' own batch of conversations."""
-    processor = make_processor(family)
-    processor.tokenizer.padding_side = side
-    return processor.apply_chat_template([with_paths(messages, tmp_path / "rows") for messages in conversations],
-                                         tokenize=True, return_dict=True, return_tensors="pt",
-                                         processor_kwargs={"padding": True}, **options)
+    conversations = [with_paths(messages, tmp_path / "rows") for messages in conversations]
+    return make_processor(family).apply_chat_template(
+        conversations, tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": side}, **options)
 
 
 def accepted(model, inputs):
@@ -69,7 +68,7 @@ def accepted(model, inputs):
 # ---- one batch ----
 
 @pytest.mark.parametrize("trained", ["language", "all"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_loss_and_gradients_are_those_of_transformers(family, trained, model_folder, tmp_path):
     """In float64; the loss over targets of our batch, also split into chunks."""
     folder = model_folder(family)
@@ -105,7 +104,7 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
         assert any(grad is not None and grad.any() for name, grad in expected.items() if not is_of_language_model(name))
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_answers_are_those_of_transformers(family, model_folder, tmp_path):
     folder = model_folder(family)
     data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
