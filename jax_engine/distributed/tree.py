@@ -25,6 +25,7 @@ Tree = dict[str, Any]
 Path = tuple[str, ...]
 
 IMAGE_LAYERS = "image_layers"
+IMAGE_PARTS = ("images", IMAGE_LAYERS)
 STACKS = ("layers", IMAGE_LAYERS)  # stacks of layers: their leaves have a leading layer axis
 AT = "@"  # in a key, before the positions of layers
 

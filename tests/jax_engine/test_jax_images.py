@@ -13,11 +13,13 @@ from transformers import AutoModelForImageTextToText
 
 from jax_engine.models import hub, loading, lora
 from jax_engine.models.generate import generate
+from jax_engine.tasks.sft import SFT
 from lmmods.cli import main
 from lmmods.core.adapters import saved_name
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
+from lmmods.torch_engine.nn.summary import training_flops
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
 from tests.torch_engine.test_images import ROWS, accepted, losses, make_batch, processed, run
@@ -113,6 +115,15 @@ def test_answers_are_those_of_transformers(family, options, model_folder, tmp_pa
         images = {name: np.concatenate([x, x[::-1]]) for name, x in images.items()}
         assert generate(network, params, prompts + prompts[::-1], *arguments, inputs=images, num_answers=2) == [
             answer for answer in expected + expected[::-1] for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_operations_of_a_token_are_those_of_torch(family, model_folder):
+    """Both without what sees images."""
+    task = SFT(pretrained=str(model_folder(family)), images=True)
+    task.network, params = on_jax(model_folder(family))
+    assert task.flops_per_token(params, {}) == training_flops(
+        AutoModelForImageTextToText.from_pretrained(model_folder(family)))
 
 
 # ---- whole runs ----

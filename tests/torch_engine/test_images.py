@@ -9,17 +9,24 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, GenerationConfig, pipeline
 
 from lmmods.cli import main
+from lmmods.commands.plan import planner_of
+from lmmods.commands.registry import options_of
+from lmmods.core.hardware import target_named
 from lmmods.core.image_models import image_token, is_of_language_model
 from lmmods.data.sft import SFTData
+from lmmods.recipe.reader import parse
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.building import build_network
 from lmmods.torch_engine.nn.decoding import Record, generate
 from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.micro_batches import split_rows
+from lmmods.torch_engine.nn.summary import training_flops
+from lmmods.torch_engine.planning import full_batch, stand_in, take_step
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
@@ -293,6 +300,35 @@ def test_two_processes_take_the_steps_of_one(arguments, tmp_path):
     [output] = together(["fit", *arguments(tmp_path / "fsdp", "qwen3_vl", **{
         "trainer.devices": 2, "trainer.strategy": "fsdp"})], status=2)
     assert "FSDP2 cannot be combined with model.images" in output
+
+
+# ---- plans ----
+
+@pytest.mark.parametrize("family", ["idefics3", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gemma4", "internvl", "qwen2_5_vl", "qwen3_vl"))])
+def test_planned_operations_are_those_of_a_step(family, arguments, tmp_path):
+    """With the vision tower in training and frozen, as torch counts the operations of a real step."""
+    keys = {"model.attention": "eager", "model.fast_kernels": False, "data.shuffle": False}
+    for trained in ([""], None):
+        options = arguments(tmp_path / "run", family, **keys, **{"model.trainable_parameters": trained})
+        setup, planner = planner_of(parse(["plan", *options, "--on", "cpu"], options_of("plan")[0]),
+                                    target_named("cpu"))
+        plan = planner.plan(planner.recipe())
+        model, batch = setup.model, full_batch(planner.example, 4, setup.datamodule.max_length)
+        assert batch["input_ids"].shape == (4, 256) and plan.memory["rows"] >= batch["per_row/pixel_values"].nbytes
+        model.trainer = stand_in(setup.datamodule, planner.precision, 1, None)
+        model.configure_model()
+        with FlopCounterMode(display=False) as counter:
+            take_step(model, None, [batch])
+        assert plan.flops == counter.get_total_flops()
+
+
+def test_operations_of_a_token_are_those_of_the_text_model(model_folder, tmp_path):
+    data, _ = make_batch(model_folder("gemma3"), tmp_path)
+    text_task = SFT(pretrained=str(model_folder("gemma3")))
+    text_model = build_network(text_task, text_task.auto_class, text_task.task_type, data, precision="32-true",
+                               device=torch.device("cpu"), seed=7)
+    assert training_flops(build(model_folder("gemma3"), data)) == training_flops(text_model)
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["read", "outlined"])
