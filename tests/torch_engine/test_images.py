@@ -17,6 +17,7 @@ from lmmods.commands.plan import planner_of
 from lmmods.commands.registry import options_of
 from lmmods.core.hardware import target_named
 from lmmods.core.image_models import image_token, is_of_language_model
+from lmmods.core.settings import LoRA
 from lmmods.data.sft import SFTData
 from lmmods.recipe.reader import parse
 from lmmods.runs.folder import RunFolder
@@ -109,6 +110,22 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
                     torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-12)
     if trained == "all":  # every part of the model is compared with something
         assert any(grad is not None and grad.any() for name, grad in expected.items() if not is_of_language_model(name))
+
+
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_frozen_vision_tower_has_no_backward_pass(family, model_folder, tmp_path):
+    data, batch = make_batch(model_folder(family), tmp_path)
+    model = build(model_folder(family), data, gradient_checkpointing=True, lora=LoRA(rank=2))
+    needs_grad = {}
+
+    def note(name, output):
+        needs_grad[is_of_language_model(name)] = (output[0] if isinstance(output, tuple) else output).requires_grad
+
+    for name, module in model.named_modules():
+        if name.endswith(("layers.0", "blocks.0")):
+            module.register_forward_hook(lambda _, inputs, output, name=name: note(name, output))
+    causal_loss(model, LMHead.from_model(model), batch)
+    assert needs_grad == {False: False, True: True}
 
 
 @pytest.mark.parametrize("family", FAMILY_PARAMS)
