@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import pytest
 import torch
 import transformers
 import transformers.models.smolvlm.processing_smolvlm as processing_smolvlm
@@ -37,6 +38,16 @@ GEMMA = """{{ bos_token }}{% for message in messages %}
 {%- if part['type'] == 'image' %}{{ '<start_of_image>' }}{% else %}{{ part['text'] | trim }}{% endif %}
 {%- endfor %}{% endif %}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+LLAVA = """{% for message in messages %}{{ message['role'] | upper + ': ' }}
+{%- for part in message['content'] if part['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}
+{%- for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}<|im_end|> {% endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+CLIP = SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 2}
+GRID = [[28, 28], [28, 56], [56, 28], [56, 56]]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+          "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+          "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
 QWEN_VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
                "temporal_patch_size": 2, "spatial_merge_size": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -79,12 +90,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
                         "end": "<|im_end|>", "image": "<image>",
                         "config": {"text_config": TEXT | {"model_type": "qwen2"},
                                    "vision_config": SIGLIP | {"model_type": "siglip_vision_model"},
-                                   "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]],
-                                   "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+                                   "image_grid_pinpoints": GRID, "vision_feature_layer": -1,
+                                   "vision_feature_select_strategy": "full"},
                         "processor": "LlavaOnevisionProcessor", "image_processor": "LlavaOnevisionImageProcessorPil",
-                        "options": {"size": {"height": 28, "width": 28},
-                                    "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]]},
+                        "options": {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": GRID},
                         "arguments": {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}},
+    "llava": {"template": LLAVA, "tokens": ["<|im_end|>", "<image>"], "end": "<|im_end|>", "image": "<image>",
+              "config": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": CLIP},
+              "processor": "LlavaProcessor", "image_processor": "LlavaImageProcessorPil",
+              "options": {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+              "arguments": {"patch_size": 14, "vision_feature_select_strategy": "default",
+                            "num_additional_image_tokens": 1}},
+    "internvl": {"template": CHATML.replace("IMAGE", "<IMG_CONTEXT>\\n"),
+                 "tokens": ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+                 "end": "<|im_end|>", "image": "<IMG_CONTEXT>",
+                 "names": {"start_image_token": "<img>", "end_image_token": "</img>",
+                           "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+                 "config": {"text_config": TEXT | {"model_type": "qwen2"}, "image_seq_length": 4,
+                            "vision_config": SIGLIP | {"patch_size": 7}},
+                 "processor": "InternVLProcessor", "image_processor": "GotOcr2ImageProcessorPil",
+                 "options": {"size": {"height": 28, "width": 28}, "min_patches": 1, "max_patches": 3},
+                 "arguments": {"image_seq_length": 4}},
+    "gemma4": {"template": GEMMA.replace("<start_of_image>", "<|image|>"),
+               "tokens": ["<start_of_turn>", "<end_of_turn>", "<|image|>", "<|image>", "<image|>", "<|audio|>",
+                          "<|audio>", "<audio|>", "<|video|>"],
+               "end": "<end_of_turn>", "image": "<|image|>",
+               "names": {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
+                         "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+               "config": {"text_config": TEXT | {
+                   "num_hidden_layers": 3, "sliding_window": 8, "global_head_dim": 8, "num_kv_shared_layers": 1,
+                   "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                   "hidden_size_per_layer_input": 4, "use_bidirectional_attention": "vision"},
+                   "vision_config": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                                     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                                     "pooling_kernel_size": 2, "patch_size": 4, "position_embedding_size": 64}},
+               "processor": "Gemma4Processor", "image_processor": "Gemma4ImageProcessorPil",
+               "options": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}},
 }
 FAMILIES["smolvlm"] = FAMILIES["idefics3"] | {
     "processor": "SmolVLMProcessor", "image_processor": "SmolVLMImageProcessorPil",
@@ -93,12 +134,22 @@ FAMILIES["qwen2_vl"] = FAMILIES["qwen2_5_vl"] | {
     "processor": "Qwen2VLProcessor", "config": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": {
         "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
         "spatial_merge_size": 2, "mlp_ratio": 2}}}
+for name, text in (("qwen3_vl_moe", TEXT | EXPERTS | {"rope_parameters": MROPE}), ("qwen3_5", TEXT | LINEAR),
+                   ("qwen3_5_moe", TEXT | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16})):
+    FAMILIES[name] = FAMILIES["qwen3_vl"] | {"config": FAMILIES["qwen3_vl"]["config"] | {"text_config": text}}
+FAMILIES["llava_next"] = FAMILIES["llava"] | {
+    "config": FAMILIES["llava"]["config"] | {"image_grid_pinpoints": GRID}, "processor": "LlavaNextProcessor",
+    "image_processor": "LlavaNextImageProcessorPil",
+    "options": FAMILIES["llava"]["options"] | {"image_grid_pinpoints": GRID}}
+# Families whose code in the product another one shares: their expensive tests are slow.
+ALIKE = ("llava", "llava_next", "internvl", "gemma4", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILY_PARAMS = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in FAMILIES]
 if processing_smolvlm.num2words is None:  # a package that spells numbers in texts about videos
     processing_smolvlm.num2words = str
 
 
 def make_processor(family: str) -> Any:
-    """Return transformers' processor of a family, without its part for videos, which needs torchvision."""
+    """Return transformers' processor of a family, without its parts for videos and sound."""
     fields = FAMILIES[family]
     base = AutoTokenizer.from_pretrained("demo/llama")
     tokenizer = PreTrainedTokenizerFast(
@@ -109,11 +160,12 @@ def make_processor(family: str) -> Any:
     cls = getattr(transformers, fields["processor"])
     # transformers itself requires all parts.
     without_video = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda self, name, argument: None})
-    video = SimpleNamespace(num_frames=None, fps=None) if family == "smolvlm" else None  # which it reads in any case
-    parts = {"video_processor": video} if "video_processor" in cls.get_attributes() else {}
-    image_processor = getattr(transformers, fields["image_processor"])(**fields["options"])
-    return without_video(image_processor=image_processor, tokenizer=tokenizer, chat_template=fields["template"],
-                         **parts, **fields.get("arguments", {}))
+    parts = dict.fromkeys(cls.get_attributes()) | {
+        "image_processor": getattr(transformers, fields["image_processor"])(**fields["options"]),
+        "tokenizer": tokenizer}
+    if family == "smolvlm":
+        parts["video_processor"] = SimpleNamespace(num_frames=None, fps=None)  # which it reads in any case
+    return without_video(chat_template=fields["template"], **parts, **fields.get("arguments", {}))
 
 
 def save_vision_model(family: str, folder: Path) -> Any:
@@ -124,7 +176,9 @@ def save_vision_model(family: str, folder: Path) -> Any:
     config = json.loads(json.dumps(fields["config"]))
     config["text_config"] |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
                               "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    key = "image_token_index" if family in ("gemma3", "llava_onevision") else "image_token_id"
+    if family == "gemma4":
+        config["text_config"]["vocab_size_per_layer_input"] = len(tokenizer)
+    key = "image_token_index" if family == "gemma3" or family.startswith("llava") else "image_token_id"
     config |= {key: image, "pad_token_id": tokenizer.pad_token_id}
     if family.startswith("qwen"):
         config |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (

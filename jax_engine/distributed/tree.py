@@ -25,6 +25,7 @@ Tree = dict[str, Any]
 Path = tuple[str, ...]
 
 IMAGE_LAYERS, IMAGE_MERGERS = "image_layers", "image_mergers"
+IMAGE_PARTS = ("images", IMAGE_LAYERS, IMAGE_MERGERS)
 STACKS = ("layers", IMAGE_LAYERS, IMAGE_MERGERS)  # stacks of layers: their leaves have a leading layer axis
 AT = "@"  # in a key, before the positions of layers
 

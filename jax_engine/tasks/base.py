@@ -20,7 +20,7 @@ from jax_engine.distributed.pool import largest_gap
 from jax_engine.distributed.prefetch import GlobalBatch
 from jax_engine.distributed.steps import Steps, Survey
 from jax_engine.distributed.target import target
-from jax_engine.distributed.tree import AT, Tree, flatten, merge
+from jax_engine.distributed.tree import AT, IMAGE_PARTS, Tree, flatten, merge
 from jax_engine.models import hub
 from jax_engine.models import lora as adapters
 from jax_engine.models.architecture import Head
@@ -266,13 +266,13 @@ class Task(TaskFields, ABC):
         return flops_per_token(trained_weights + frozen_weights, trained_weights) + teacher_flops
 
     def _active_weights(self, network: Network, tree: Tree) -> int:
-        """Return the number of weights in a network's tree that each token is multiplied with."""
+        """Return the number of weights in a network's tree that each token is multiplied with, so none for images."""
         is_also_head = HEADS[self.head].vocabulary and network.config.tie_word_embeddings
         # A table that is only looked up needs no product.
         lookup_path = None if is_also_head else ("embed", "tokens", "weight")
         mixture = mixture_of(network.config)
         return sum(round(leaf.size * mixture.fraction) if "experts" in path else leaf.size
-                   for path, leaf in flatten(tree).items() if path != lookup_path)
+                   for path, leaf in flatten(tree).items() if path != lookup_path and path[0] not in IMAGE_PARTS)
 
 
 def _sizes_by_type(*trees: Tree) -> dict[str, int]:

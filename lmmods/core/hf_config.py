@@ -75,8 +75,9 @@ def _find_field(config: Any, name: str) -> tuple[Any, str]:
 def dropout_rates(config: "PreTrainedConfig", all_parts: bool = False) -> list[str]:
     """Return the names of the configuration's dropout rates above 0; `all_parts` includes the rates of its parts."""
     names = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0]
-    return names + [f"{part}.{name}" for part in (config.sub_configs if all_parts else ())
-                    for name in dropout_rates(getattr(config, part))]
+    # Gemma 4 has a part for sound in some sizes only.
+    parts = [part for part in config.sub_configs if getattr(config, part) is not None] if all_parts else []
+    return names + [f"{part}.{name}" for part in parts for name in dropout_rates(getattr(config, part))]
 
 
 def _read_config(name: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -31,10 +31,13 @@ class ImageFamily:
 
 
 IDEFICS = ImageFamily(("pixel_values", "pixel_attention_mask"))
-QWEN = ImageFamily(token_types="mm_token_type_ids")
+TYPED = ImageFamily(token_types="mm_token_type_ids")
 IMAGE_FAMILIES = {
-    "smolvlm": IDEFICS, "idefics3": IDEFICS, "qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
-    "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "llava_onevision": ImageFamily(),
+    "smolvlm": IDEFICS, "idefics3": IDEFICS,
+    "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "gemma4": TYPED,
+    "qwen2_vl": TYPED, "qwen2_5_vl": TYPED, "qwen3_vl": TYPED, "qwen3_vl_moe": TYPED, "qwen3_5": TYPED,
+    "qwen3_5_moe": TYPED, "llava": ImageFamily(), "llava_next": ImageFamily(), "internvl": ImageFamily(),
+    "llava_onevision": ImageFamily(),
 }
 
 
@@ -58,8 +61,8 @@ def has_other_parts(model: Any) -> bool:
 
 
 def check_image_tokens(ids: list[int], expected: int) -> None:
-    """Raise UserError unless images have only the model's token in the tokenizer."""
-    if ids != [expected]:
+    """Raise UserError unless the tokenizer's tokens of images include the one that the model replaces."""
+    if expected not in ids:
         raise UserError(f"model.images: images have the token {ids} in the tokenizer, but {expected} in the model. "
                         "Use the model's own tokenizer.", "data.tokenizer")
 

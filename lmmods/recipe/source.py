@@ -19,7 +19,7 @@ class Source:
         split: Split of a hub dataset; slices such as `train[:10%]` work.
         revision: Branch, tag or commit of a hub dataset.
         columns: Column names in the file -> names that the layout expects: {question: instruction}; `body.messages`
-            reaches into an object.
+            reaches into an object, `answers.0` into a list.
         limit: Use only the first rows, up to this number.
         weight: Number of times that each row counts per epoch; 0.5 is a seeded half of the rows. With `data.mixing`,
             the basis of the source's share. Default: 1.

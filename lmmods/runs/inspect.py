@@ -1,5 +1,6 @@
 """The command `inspect`: show what a recipe would train on, without training."""
 
+import re
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -89,11 +90,22 @@ def histogram(counts: dict[str, list[int]], width: int = 40) -> str:
 
 def mark_targets(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int], labels: list[int],
                  marks: tuple[str, str]) -> str:
-    """Decode tokens, with target tokens between `marks`. Consecutive tokens with equal marking are decoded together."""
-    text, start = "", 0
+    """Decode tokens, with target tokens between `marks`. Consecutive tokens with equal marking are decoded together.
+
+    Runs of a special token, such as those of an image, are written as token and number.
+    """
+    text, start, added = "", 0, tokenizer.added_tokens_decoder
+    special = {str(added[token]) for token in set(input_ids) & added.keys() if added[token].special}
+    runs = re.compile("|".join(f"(?:{re.escape(token)}){{4,}}" for token in special) or "(?!)")
+    tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def shorten(run: re.Match) -> str:
+        [token] = set(tokens.findall(run[0]))
+        return f"{token}×{len(run[0]) // len(token)}"
+
     for end in range(1, len(input_ids) + 1):
         if end == len(input_ids) or (labels[end] == IGNORED) != (labels[start] == IGNORED):
-            span = printable(str(tokenizer.decode(input_ids[start:end])))
+            span = printable(runs.sub(shorten, str(tokenizer.decode(input_ids[start:end]))))
             text += span if labels[start] == IGNORED else span.join(marks)
             start = end
     return text

@@ -41,13 +41,18 @@ from lmmods.torch_engine.compat.torch import (
     count_flops,
     grouped_product,
     has_values,
+    keep_values,
     process_group_ranks,
     simulate_processes,
     tensors_in,
     watch_resizes,
     without_values,
 )
-from lmmods.torch_engine.compat.transformers import attention_name, can_change_attention
+from lmmods.torch_engine.compat.transformers import (
+    attention_name,
+    can_change_attention,
+    replace_truncated_normals,
+)
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
@@ -83,6 +88,8 @@ class Ledger(DispatchMode):
         super().__init__()
         self.flops = 0
         self.traffic: dict[tuple[str, int], Traffic] = {}  # by kind and number of processes
+        # Operations on tensors with values, and new integers, have values: networks read the sizes of images.
+        self.keeps_values = False
         self._vocab_size = vocab_size
         self._kinds: dict[int, str] = {}
         self._sizes: dict[int, int] = {}  # bytes of live storages, by index
@@ -146,11 +153,13 @@ class Ledger(DispatchMode):
             return NotImplemented  # DTensor dispatches again, with the operations on local shards
         if func in ANSWERS and not has_values(args[0]):
             return ANSWERS[func](args[0])
+        keeps_values = self.keeps_values and _gives_values(func, args, kwargs)
         # The number of elements that a mask selects would be a value, so select all.
-        if func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1]):
+        if func in INDEXING and not keeps_values and any(x is not None and x.dtype == torch.bool for x in args[1]):
             args = (args[0], _select_all(args[1]), *args[2:])
         before = self._num_seen
-        result = (grouped_product if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
+        with keep_values() if keeps_values else nullcontext():
+            result = (grouped_product if func is GROUPED and not has_values(args[0]) else func)(*args, **kwargs)
         if kwargs.get("pin_memory"):
             # The host's memory, for inputs of recomputed layers. They return one at a time, so count only the first one
             # of a forward pass, which is needed last.
@@ -159,7 +168,7 @@ class Ledger(DispatchMode):
             self._index(storage, None if is_first else 0)
             self._offloaded = weakref.ref(storage) if is_first else self._offloaded
         # DTensor infers global shapes on the meta device; the ranks of a device mesh have values.
-        new_tensors = [x for x in tensors_in(result) if not (x.is_meta or has_values(x))]
+        new_tensors = [x for x in tensors_in(result) if keeps_values or not (x.is_meta or has_values(x))]
         for tensor in new_tensors:
             index = self._index(tensor.untyped_storage())
             # A storage made by this operation whose last dimension is the vocabulary.
@@ -206,14 +215,26 @@ class Ledger(DispatchMode):
 
 
 def _select_all(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Replace boolean masks among the indices by integer indices of all elements, as if all were true."""
+    """Replace boolean masks among the indices by integer indices; masks without values as if all were true."""
     result: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
+        if is_mask and has_values(index):
+            with keep_values():
+                result += index.nonzero(as_tuple=True)
+            continue
         result += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim if is_mask else [index]
     return result
 
 
+def _gives_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True if an operation needs only tensors with values, or none to make integers."""
+    if tensors := tensors_in((args, kwargs)):
+        return all(map(has_values, tensors))
+    return func.overloadpacket is aten.arange or kwargs.get("dtype") in (torch.int32, torch.int64)
+
+
+HAVE_VALUES = ("input_ids", "attention_mask", PER_ROW)  # columns, in plans of rows with images
 BUCKETS = 2**20, 25 * 2**20  # bytes of DDP's gradient buckets: the first one, and the others
 PARTS = ("parameters", "optimiser state", "gradients", "buckets of gradients", "rows", "activations", "logits",
          "gathered parameters", "temporaries")
@@ -337,7 +358,8 @@ class Planner:
         ledger, no_values = Ledger(len(self.data.tokenizer)), without_values()
         task.trainer = stand_in(self.data, self.precision, variant.accumulated, self.trainer.clip_val, ranks,
                                 "cuda" if on_gpu else "cpu", sharers)
-        with no_values, ledger:
+        # torch draws truncated values until all are within the bounds, which without values would never end.
+        with no_values, ledger, replace_truncated_normals(lambda *_: None):
             task.build_model(abstract=True)
         with ledger:
             task.shard_model(one_document=True)
@@ -362,7 +384,12 @@ class Planner:
                 optimizer.step()  # allocates the optimiser state
             ledger.name_new("optimiser state", first)
             rows, num_batches = self._pieces(task, variant)
-            batch = full_batch(self.example, rows, self.data.max_length)
+            with keep_values():
+                batch = full_batch(self.example, rows, self.data.max_length)
+            has_images = any(name.startswith(PER_ROW) for name in batch)
+            batch = {name: x if has_images and name.startswith(HAVE_VALUES) else torch.ones(x.shape, dtype=x.dtype)
+                     for name, x in batch.items()}
+            ledger.keeps_values = has_images
             ledger.name("rows", list(batch.values()))
             # The first sharded step also allocates full tensors, as DTensor infers the sharding of each operation.
             for _ in range(2 if is_sharded else 1):
@@ -451,6 +478,8 @@ class Planner:
                 notes.append(f"fsdp gives each device whole experts: {mixture.num} on {over} devices cost as much as "
                              f"{-(-mixture.num // over) * over} experts. Use a number of devices that divides "
                              f"{mixture.num}")
+        if any(name.startswith(PER_ROW) for name in self.example):
+            notes.append("each row has the images of a row of the first batch, that with the most pixels")
         if optimizer is None:
             notes.append(f"the state of {task.optimizer.name} is computed from its bytes per parameter")
         if self.task.compile:
@@ -558,19 +587,23 @@ def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
     """Return a micro-batch of rows of maximum length, filled with ones, so that all tokens are real and targets.
 
-    It has no columns of whole rows, such as images, whose sizes are not known.
+    Rows with images are a row of the example, that with the most pixels, followed by ones.
 
     Args:
         example: A micro-batch of the loader.
     """
     axis = example["input_ids"].ndim - 1
-    full = {}
+    full, images = {}, [name for name in example if name.startswith(PER_ROW)]
+    num_pixels = [example[name].flatten(1).count_nonzero(1) for name in images if example[name].is_floating_point()]
+    source = int(sum(num_pixels).argmax()) if num_pixels else 0
     for name, x in example.items():
-        if name.startswith(PER_ROW):
-            continue
         is_long = has_tokens(name, x.ndim, x.is_floating_point(), axis)
         length = (max_length,) if is_long else x.shape[axis:axis + 1]
         full[name] = torch.ones((rows, *x.shape[1:axis], *length, *x.shape[axis + 1:]), dtype=x.dtype)
+        if name in images:
+            full[name] = x[[source] * rows]
+        elif name == "input_ids" and images:
+            full[name][..., :x.shape[axis]] = x[source]
     return full
 
 

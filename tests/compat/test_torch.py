@@ -95,6 +95,9 @@ def test_tensors_can_be_made_without_values():
         copied = copy.deepcopy(layer)
         assert copied.weight.fake_mode is no_values and copied.weight is not layer.weight, fix(
             "torch", compat.without_values)
+        with compat.keep_values():
+            assert compat.has_values(torch.ones(2).cumsum(0)), fix("torch", compat.keep_values)
+        assert not compat.has_values(torch.ones(2)), fix("torch", compat.keep_values)
     assert not compat.has_values(nn.Linear(1, 1, device="meta").weight)
     assert compat.has_values(torch.ones(2)) and not compat.is_plain(nn.Parameter(torch.ones(2)))
 

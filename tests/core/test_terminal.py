@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+from transformers import AddedToken
 
 from lmmods.core import console, progress_bar
 from lmmods.core.console import is_terminal, printable, say, shows_colour, tell
@@ -133,10 +134,13 @@ def test_dumb_terminals_and_no_color_are_respected(screen, monkeypatch):
 
 def test_rows_are_printed_with_marked_targets_and_no_control_characters():
     class Letters:
+        added_tokens_decoder = {ord(token): AddedToken(token, special=token == "I") for token in "Iz"}
+
         def decode(self, ids):
             return "".join(map(chr, ids))
 
     ids = [*b"ask", *b"\x1b[2Jyes", *b"!"]
     labels = [-100] * 3 + ids[3:10] + [-100]
     assert mark_targets(Letters(), ids, labels, ("<", ">")) == "ask<␛[2Jyes>!"
+    assert mark_targets(Letters(), [*b"IIIIIaIIIzzzz"], [-100] * 13, ("", "")) == "I×5aIIIzzzz"
     assert printable("a\x1b]0;title\x07") == "a␛]0;title\x07"

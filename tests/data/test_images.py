@@ -20,7 +20,7 @@ from lmmods.data.read.formats import read_conversation
 from lmmods.data.read.images import FOLDER, IMAGE, decode_image, read_bytes
 from lmmods.data.sft import SFTData
 from lmmods.recipe.tasks.sft import SFTFields
-from tests.vision_models import FAMILIES, picture, save_vision_model
+from tests.vision_models import FAMILIES, make_processor, picture, save_vision_model
 
 SIZES = [(40, 28), (30, 50), (28, 28)]
 
@@ -31,8 +31,6 @@ def family(request, shared):
     processors = {}
     folder = shared(f"vision_{request.param}", lambda folder: processors.setdefault(
         0, save_vision_model(request.param, folder)))
-    from tests.vision_models import make_processor
-
     return request.param, folder, processors.get(0) or make_processor(request.param)
 
 
@@ -145,6 +143,24 @@ def test_image_tokens_are_no_targets(family, tmp_path, train_on):
     is_image = np.isin(item["input_ids"], processor.image_token_ids)
     assert is_image.sum() >= 8 and (item["labels"][is_image] == IGNORED).all()
     assert (item["labels"][~is_image] == item["input_ids"][~is_image]).all() == (train_on == "all")
+
+
+def test_targets_are_those_of_trls_collator(gemma, tmp_path):
+    """But for the line break after a turn, which TRL's models learn, too."""
+    trl = pytest.importorskip("trl.trainer.sft_trainer", reason="an extra of developers (dev)")
+    rows = [{"prompt": [{"role": "user", "content": "What is this?"}], "images": [f"{index}.png"],
+             "completion": [{"role": "assistant", "content": answer}]} for index, answer in enumerate(("a dog.", "b"))]
+    data, processor = load(gemma, write_rows(tmp_path / "rows", rows), tmp_path), make_processor("gemma3")
+    collator = trl.DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
+    batch = collator([{**row, "images": [picture(index, *SIZES[index])]} for index, row in enumerate(rows)])
+    for index in range(2):
+        item, length = data.items("train")[index], int(batch["attention_mask"][index].sum())
+        assert item["input_ids"].tolist() == batch["input_ids"][index, :length].tolist()
+        expected = batch["labels"][index, :length].tolist()
+        end = expected.index(processor.tokenizer.eos_token_id)
+        assert processor.tokenizer.decode(expected[end + 1:]) == "\n"
+        assert item["labels"].tolist() == expected[:end + 1] + [IGNORED] * (length - end - 1)
+        assert np.array_equal(item["image_inputs"]["pixel_values"][0], batch["pixel_values"][index])
 
 
 def test_a_users_image_token_stays_text(gemma, tmp_path):

@@ -336,6 +336,22 @@ def test_the_report_lists_unused_columns(spm_folder, write_jsonl):
     assert not any(key.startswith("unused") for key in source)
 
 
+def test_data_columns_reads_items_of_lists(spm_folder, write_jsonl):
+    """As HuggingFaceM4/ChartQA and other datasets of questions with a list of answers have them."""
+    path = write_jsonl([{"query": "ask", "label": ["reply"]}, {"query": "ask", "label": ["reply", "other"]}])
+    fields = {"tokenizer": spm_folder, "shuffle": False}
+    data = SFTData(path, columns={"query": "prompt", "label.0": "completion"}, **fields)
+    data.setup("fit")
+    source = next(iter(data.report["sources"].values()))
+    assert source["format"] == "prompt-completion" and source["not_used"] == {"label": 1}
+    first, second = (data.items("train")[index] for index in (0, 1))
+    plain = SFTData(write_jsonl([{"prompt": "ask", "completion": "reply"}], "plain.jsonl"), **fields)
+    plain.setup("fit")
+    assert first["input_ids"].tolist() == second["input_ids"].tolist() == plain.items("train")[0]["input_ids"].tolist()
+    with pytest.raises(UserError, match="no column 'label.1', which `columns` renames to 'completion'"):
+        SFTData(path, columns={"query": "prompt", "label.1": "completion"}, **fields).setup("fit")
+
+
 def test_data_columns_reads_nested_objects(spm_folder, write_jsonl):
     turns = {"turn_1": {"who": "Kunde", "said": "ask"}, "turn_2": {"who": "gpt", "said": "reply"}}
     rows = [{"chat": {"messages": turns, "lang": "de"}, "meta": {"sys": "sys"}}] * 3

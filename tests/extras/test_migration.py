@@ -10,6 +10,7 @@ import yaml
 
 from lmmods.cli import main
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import LANGUAGE
 from lmmods.core.preference_losses import PreferenceLoss
 from lmmods.core.settings import Optimizer, OptimizerName
 from lmmods.data.encode.templates import TEMPLATES as OUR_TEMPLATES
@@ -328,6 +329,54 @@ def test_a_llamafactory_config_becomes_a_recipe(migrate, tmp_path):
                                    "init_args": {"stage": 2, "offload_optimizer": True}}
     assert "cosine_with_restarts is not supported; cosine is used instead" in messages
     assert "Not needed here:\n  - plot_loss: true (loss.png is always plotted)\n" in messages
+
+
+def test_axolotls_images_are_converted(migrate):
+    """As in its example for SmolVLM2."""
+    text = """{base_model: some/vlm, processor_type: AutoProcessor, skip_prepare_dataset: true, sample_packing: true,
+        datasets: [{path: some/pictures, type: chat_template}], excess_length_strategy: truncate, image_size: 512}"""
+    recipe, messages = migrate(text)
+    assert recipe["model"]["init_args"]["images"] is True
+    assert recipe["model"]["init_args"]["trainable_parameters"] == [""]
+    data = recipe["data"]["init_args"]
+    assert data["on_overflow"] == "truncate_turns" and "packing" not in data
+    assert "data.packing is off" in messages and "image_size: see data.image_options" in messages
+    for line, key in (("freeze_mm_modules: true", "trainable_parameters"), ("adapter: lora", "lora")):
+        model = migrate(f"{text[:-1]}, {line}}}", "--overwrite", "true")[0]["model"]["init_args"]
+        assert model["images"] and ("trainable_parameters" in model, "lora" in model) == (False, key == "lora")
+
+
+@pytest.mark.parametrize(("changes", "model", "lost"), [
+    ("finetuning_type: full", {}, False),
+    ("finetuning_type: full, freeze_vision_tower: false, freeze_multi_modal_projector: false",
+     {"trainable_parameters": [""]}, False),
+    ("finetuning_type: full, freeze_multi_modal_projector: false", {"trainable_parameters": [
+        LANGUAGE, "multi_modal_projector|connector|merger|embed_vision"]}, False),
+    ("finetuning_type: full, freeze_multi_modal_projector: false, freeze_language_model: true", {}, True),
+    ("lora_rank: 8", {"lora": {"rank": 8, "alpha": 16, "dropout": 0.0, "targets": "all-linear"}}, False)])
+def test_llamafactorys_images_are_converted(migrate, tmp_path, changes, model, lost):
+    """A dataset with images, which its keys do not mention."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"mine": {
+        "file_name": "mine.json", "formatting": "sharegpt", "columns": {"messages": "talk", "images": "pictures"}}}))
+    recipe, messages = migrate("{model_name_or_path: Qwen/Qwen3-VL-4B-Instruct, dataset: mine, stage: sft, "
+                               f"cutoff_len: 2048, image_max_pixels: 262144, {changes}}}")
+    assert recipe["data"]["init_args"]["source"] == {
+        "path": "data/mine.json", "columns": {"talk": "messages", "pictures": "images"}}
+    assert recipe["data"]["init_args"]["image_options"] == {"max_pixels": 262144, "min_pixels": 1024}
+    values = recipe["model"]["init_args"]
+    assert values["images"] is True and values.items() >= model.items() and ("trainable_parameters" in values) == (
+        "trainable_parameters" in model)
+    assert ("freeze_vision_tower: name the parts" in messages) == lost
+
+
+def test_images_that_no_task_reads_are_reported(migrate):
+    recipe, messages = migrate("{model_name_or_path: a/b, dataset: x, stage: rm, freeze_vision_tower: true}")
+    assert "images" not in recipe["model"]["init_args"]
+    assert "freeze_vision_tower: only SFT and Preference read images" in messages
+    _, messages = migrate("{model_name_or_path: Qwen/Qwen3-VL-4B-Instruct, dataset_name: x, use_peft: false}",
+                          "--overwrite", "true")
+    assert "For such rows set model.images: true" in messages
 
 
 def test_a_trl_config_becomes_a_recipe(migrate):

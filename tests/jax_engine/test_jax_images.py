@@ -17,12 +17,14 @@ from jax_engine.models import hub, loading, lora
 from jax_engine.models.fused import Fused
 from jax_engine.models.generate import generate
 from jax_engine.models.images import attend_in_windows, attend_to_images
+from jax_engine.tasks.sft import SFT
 from lmmods.cli import main
 from lmmods.core.adapters import saved_name
 from lmmods.core.hf_config import load_config
 from lmmods.core.settings import Generation
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.initialization import from_config
+from lmmods.torch_engine.nn.summary import training_flops
 from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import write_rows
 from tests.forks import together
@@ -153,30 +155,6 @@ def test_answers_are_those_of_transformers(family, options, model_folder, tmp_pa
             answer for answer in expected + expected[::-1] for _ in range(2)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_positions_of_texts_that_are_packed_into_a_row_restart(family, model_folder, tmp_path):
-    """In time, height and width; images do not see each other."""
-    folder = model_folder(family)
-    batch = {name: x.numpy() for name, x in make_batch(folder, tmp_path)[1].items()}
-    real = batch["attention_mask"] > 0
-    packed = {"input_ids": batch["input_ids"][real], "segment_ids": np.nonzero(real)[0] + 1,
-              "position_ids": np.nonzero(real)[1]}
-    for name in ("pixel_values", "image_grid_thw"):
-        counts, values = batch[f"per_row/num_{name}"], batch[f"per_row/{name}"]
-        packed[f"per_row/{name}"] = values[np.arange(values.shape[1]) < counts[:, None]]
-    network, params = on_jax(folder)
-    logits = jax.jit(network.scores)(params, {name: x[None] for name, x in packed.items()})[0]
-    inputs = processed(family, tmp_path, ROWS[:6])
-
-    def run_torch(model):
-        return model(**accepted(model, inputs | {"pixel_values": inputs["pixel_values"].to(model.dtype)})).logits[
-            inputs["attention_mask"] > 0]
-
-    with torch.no_grad():
-        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-        assert_as_close(logits, *in_both(run_torch, model), terms=1024)
-
-
 KERNEL = Fused(num_heads=2, num_kv_heads=2, head_dim=8, dtype="float32", causal=False, scale=0.3, implementation="xla")
 
 
@@ -218,6 +196,15 @@ def test_random_weights_are_torchs(family, model_folder):
                        from_config(lambda: AutoModelForImageTextToText.from_config(config), 3))
 
 
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_operations_of_a_token_are_those_of_torch(family, model_folder):
+    """Both without what sees images."""
+    task = SFT(pretrained=str(model_folder(family)), images=True)
+    task.network, params = on_jax(model_folder(family))
+    assert task.flops_per_token(params, {}) == training_flops(
+        AutoModelForImageTextToText.from_pretrained(model_folder(family)))
+
+
 # ---- whole runs ----
 
 @pytest.fixture
@@ -242,7 +229,8 @@ QLORA = {"model.lora": {"rank": 4, "dropout": 0.1}, "model.quantize": "nf4"}
 
 @pytest.mark.parametrize(("family", "changes"), [
     pytest.param("idefics3", {}, id="full"), pytest.param("gemma3", WHOLE, id="all"),
-    pytest.param("idefics3", QLORA | {"data.packing": True}, id="qlora"), pytest.param("qwen3_vl", WHOLE, id="qwen3_vl"),
+    pytest.param("idefics3", QLORA | {"data.packing": True}, id="qlora"),
+    pytest.param("qwen3_vl", WHOLE, id="qwen3_vl"),
     pytest.param("qwen3_vl", QLORA, id="qwen3_vl-qlora", marks=pytest.mark.slow),
     *(pytest.param(family, WHOLE, id=family, marks=pytest.mark.slow) for family in ("qwen2_5_vl", "qwen2_vl"))])
 def test_both_engines_train_and_save_the_same(arguments, family, changes, model_folder, tmp_path):

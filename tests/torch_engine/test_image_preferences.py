@@ -24,7 +24,7 @@ from tests.closeness import assert_as_close, gradients, in_both
 from tests.data.test_images import part, text, turns, with_paths, write_rows
 from tests.torch_engine.test_images import accepted, losses, run, saved
 from tests.torch_engine.test_preference import ALONE, compute_gradients
-from tests.vision_models import FAMILIES, make_arguments, make_processor, save_vision_model
+from tests.vision_models import FAMILY_PARAMS, make_arguments, make_processor, save_vision_model
 
 PROMPTS = [turns([text(f"question {index} "), *images]) for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
@@ -80,7 +80,7 @@ def processed(family, folder, batch, side, rows):
         "input_ids", "attention_mask"))
     assert torch.equal((ids * mask)[:, :length], inputs["input_ids"] * inputs["attention_mask"])
     is_target = batch["labels"][:, side] >= 0
-    assert is_target.int().argmax(1).tolist() == [len(ids) for ids in prompts["input_ids"]]
+    assert is_target.int().argmax(1).tolist() == [sum(mask) for mask in prompts["attention_mask"]]
     return inputs, is_target[:, :length]
 
 
@@ -92,7 +92,7 @@ def summed_logps(model, inputs, is_target):
     return (logps.gather(2, inputs["input_ids"][:, 1:, None])[..., 0] * is_target[:, 1:]).sum(1)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_loss_and_gradients_of_pairs_are_those_of_transformers(family, model_folder, tmp_path):
     """DPO's, with every parameter in training, and split into chunks."""
     folder = model_folder(family)

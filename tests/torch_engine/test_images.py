@@ -9,12 +9,18 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, GenerationConfig, pipeline
 
 from lmmods.cli import main
+from lmmods.commands.plan import planner_of
+from lmmods.commands.registry import options_of
+from lmmods.core.hardware import target_named
 from lmmods.core.image_models import image_token, is_of_language_model
 from lmmods.core.labels import IGNORED
+from lmmods.core.settings import LoRA
 from lmmods.data.sft import SFTData
+from lmmods.recipe.reader import parse
 from lmmods.runs.folder import RunFolder
 from lmmods.torch_engine.nn.attention import VARLEN, prefer_varlen
 from lmmods.torch_engine.nn.building import build_network
@@ -22,11 +28,13 @@ from lmmods.torch_engine.nn.decoding import Record, generate
 from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.lm_head import LMHead, causal_loss
 from lmmods.torch_engine.nn.micro_batches import split_rows
+from lmmods.torch_engine.nn.summary import training_flops
+from lmmods.torch_engine.planning import full_batch, stand_in, take_step
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, gradients, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
 from tests.torch_engine.test_packed_attention import attend_by_document, calls
-from tests.vision_models import FAMILIES, make_arguments, make_processor, picture, save_vision_model
+from tests.vision_models import FAMILY_PARAMS, make_arguments, make_processor, picture, save_vision_model
 
 ROWS = [turns([text(f"question {index % 3} "), *images], f"answer {index % 4}") for index, images in enumerate(
     [[part(0)], [part(1), text("and"), part(2)], [], [part(2)], [part(0), part(1), part(2)], [part(1)]] * 2)]
@@ -58,11 +66,10 @@ def build(folder, data, **fields):
 
 def processed(family, tmp_path, conversations, side="right", **options):
     """Return transformers' own batch of conversations."""
-    processor = make_processor(family)
-    processor.tokenizer.padding_side = side
-    return processor.apply_chat_template([with_paths(messages, tmp_path / "rows") for messages in conversations],
-                                         tokenize=True, return_dict=True, return_tensors="pt",
-                                         processor_kwargs={"padding": True}, **options)
+    conversations = [with_paths(messages, tmp_path / "rows") for messages in conversations]
+    return make_processor(family).apply_chat_template(
+        conversations, tokenize=True, return_dict=True, return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": side}, **options)
 
 
 def accepted(model, inputs):
@@ -82,7 +89,7 @@ def make_packs(folder, tmp_path):
 # ---- one batch ----
 
 @pytest.mark.parametrize("trained", ["language", "all"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_loss_and_gradients_are_those_of_transformers(family, trained, model_folder, tmp_path):
     """In float64; the loss over targets of our batch, also split into chunks, and of the same rows in packs."""
     folder = model_folder(family)
@@ -140,7 +147,23 @@ def test_packs_have_the_same_gradients_by_the_kernel_for_documents(family, model
     torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_frozen_vision_tower_has_no_backward_pass(family, model_folder, tmp_path):
+    data, batch = make_batch(model_folder(family), tmp_path)
+    model = build(model_folder(family), data, gradient_checkpointing=True, lora=LoRA(rank=2))
+    needs_grad = {}
+
+    def note(name, output):
+        needs_grad[is_of_language_model(name)] = (output[0] if isinstance(output, tuple) else output).requires_grad
+
+    for name, module in model.named_modules():
+        if name.endswith(("layers.0", "blocks.0")):
+            module.register_forward_hook(lambda _, inputs, output, name=name: note(name, output))
+    causal_loss(model, LMHead.from_model(model), batch)
+    assert needs_grad == {False: False, True: True}
+
+
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_answers_are_those_of_transformers(family, model_folder, tmp_path):
     folder = model_folder(family)
     data, _ = make_batch(folder, tmp_path, eval_batch_size=6)
@@ -393,6 +416,35 @@ def test_a_run_resumes_with_another_number_of_processes(sparse, tmp_path):
               "true"])
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert_same_run(tmp_path / "one to two", tmp_path / "one")
+
+
+# ---- plans ----
+
+@pytest.mark.parametrize("family", ["idefics3", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gemma4", "internvl", "qwen2_5_vl", "qwen3_vl"))])
+def test_planned_operations_are_those_of_a_step(family, arguments, tmp_path):
+    """With the vision tower in training and frozen, as torch counts the operations of a real step."""
+    keys = {"model.attention": "eager", "model.fast_kernels": False, "data.shuffle": False}
+    for trained in ([""], None):
+        options = arguments(tmp_path / "run", family, **keys, **{"model.trainable_parameters": trained})
+        setup, planner = planner_of(parse(["plan", *options, "--on", "cpu"], options_of("plan")[0]),
+                                    target_named("cpu"))
+        plan = planner.plan(planner.recipe())
+        model, batch = setup.model, full_batch(planner.example, 4, setup.datamodule.max_length)
+        assert batch["input_ids"].shape == (4, 256) and plan.memory["rows"] >= batch["per_row/pixel_values"].nbytes
+        model.trainer = stand_in(setup.datamodule, planner.precision, 1, None)
+        model.configure_model()
+        with FlopCounterMode(display=False) as counter:
+            take_step(model, None, [batch])
+        assert plan.flops == counter.get_total_flops()
+
+
+def test_operations_of_a_token_are_those_of_the_text_model(model_folder, tmp_path):
+    data, _ = make_batch(model_folder("gemma3"), tmp_path)
+    text_task = SFT(pretrained=str(model_folder("gemma3")))
+    text_model = build_network(text_task, text_task.auto_class, text_task.task_type, data, precision="32-true",
+                               device=torch.device("cpu"), seed=7)
+    assert training_flops(build(model_folder("gemma3"), data)) == training_flops(text_model)
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["read", "outlined"])

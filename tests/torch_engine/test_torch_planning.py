@@ -258,7 +258,8 @@ def test_measured_memory_equals_the_plan(experts_folder):
     experts = [*recipes[0], "--model.config", "null", "--model.pretrained", experts_folder]
     adapted = ["--model.quantize", "nf4", "--model.lora.rank", "8", "--model.lora.target_parameters",
                "[experts.gate_up_proj, experts.down_proj]"]
-    recipes += [experts, [*experts, *adapted]]
+    images = ["--config", "configs/vision.yaml", "--data.batch_size", "8", "--data.num_workers", "0"]
+    recipes += [experts, [*experts, *adapted], images]
     [output] = together([json.dumps(recipe) for recipe in recipes], program=compare)
     pairs = [[int(size) for size in line.split()[1:]] for line in output.splitlines() if line.startswith("bytes")]
     assert len(pairs) == len(recipes), output

@@ -178,15 +178,16 @@ class SourceReader:
 
 
 def _pop_column(values: dict, name: str) -> tuple[Any] | None:
-    """Remove and return a column of a row, or the value at `a.b` in its objects; None if it is missing."""
+    """Remove and return a column of a row, or the value at `a.b` in objects or `a.0` in a list; None if missing."""
     if name in values:
         return (values.pop(name),)
     first, _, inner_name = name.partition(".")
     inner = values.get(first)
-    if not inner_name or not isinstance(inner, dict):
+    if not inner_name or not isinstance(inner, dict | list):
         return None
     # Copied, as the caller's row must not change.
-    values[first] = inner = dict(inner)
+    values[first] = inner = dict(inner) if isinstance(inner, dict) else {
+        str(index): item for index, item in enumerate(inner)}
     return _pop_column(inner, inner_name)
 
 

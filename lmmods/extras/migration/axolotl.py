@@ -64,6 +64,9 @@ def axolotl(content: dict[str, Any]) -> Draft:
     if "warmup_steps" not in content and "warmup_ratio" not in content:
         draft.note("Without warmup_steps and warmup_ratio, axolotl warms up over 3 % of the run, at most 100 steps; "
                    "here it is always 3 %.")
+    freezes = draft.get("freeze_mm_modules", False)
+    if draft.get("processor_type"):
+        training.take_images(draft, "processor_type", None if freezes else [""])
     _take_plugins(draft)
     draft.content.setdefault("logging_steps", 10)
     take_training(draft, NAMES)

@@ -17,7 +17,7 @@ FOREIGN = "transformers"  # table shared by all three programs
 BY_HAND = {"ckpt_path", "overwrite", "publish.repo", "trainer.logger", "trainer.callbacks", "trainer.strategy",
            "trainer.log_every_n_steps", "trainer.val_check_interval", "model.lora", "model.config",
            "model.config_overrides", "data.source", "data.val_source", "data.source.path", "data.source.weight",
-           "data.mixing", "data.columns", "checkpoint.every_n_steps", "checkpoint.monitor"}
+           "data.mixing", "data.columns", "data.image_options", "checkpoint.every_n_steps", "checkpoint.monitor"}
 
 
 class Draft:

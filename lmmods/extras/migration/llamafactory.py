@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lmmods.core.errors import UserError
+from lmmods.core.image_models import LANGUAGE
 from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import Names, reject_objective, take_training
@@ -15,6 +16,9 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # o
 TAGS = {"role_tag": "role", "content_tag": "content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 MIXING = {"interleave_under": "exhaust", "interleave_over": "upsample"}
+PIXELS = {"max_pixels": 768 * 768, "min_pixels": 32 * 32}
+PROJECTOR = "multi_modal_projector|connector|merger|embed_vision"  # by families
+HAS_IMAGES = "columns.images of dataset_info.json"
 RECOGNISED = {"from", "value", "role", "content", "human", "gpt", "user", "assistant", "system", "observation", "tool"}
 
 
@@ -49,6 +53,7 @@ def llamafactory(content: dict[str, Any], folder: Path) -> Draft:
     _take_model(draft)
     _take_sources(draft, folder, is_text)
     _take_rows(draft, is_text)
+    _take_images(draft)
     take_training(draft, NAMES)
     if draft.get("template") and is_text:
         draft.note("template applies only to conversations; texts do not use it.")
@@ -178,14 +183,15 @@ def _make_source(draft: Draft, name: str, info: dict[str, Any], size: int | None
     path = str(entry["_folder"] / file) if file else entry.get("hf_hub_url") or entry.get("ms_hub_url") or name
     declared = entry.get("columns", {})
     columns = {column: COLUMNS.get(part, part) for part, column in declared.items()
-               if part in (*COLUMNS, "messages", "history", "system", "tools",
+               if part in (*COLUMNS, "messages", "history", "system", "tools", "images",
                            *(("chosen", "rejected", "kto_tag") if has_pairs else ())) and column
                and column not in (COLUMNS.get(part, part), "conversations")}
     if is_text and declared.get("prompt"):
         columns = {declared["prompt"]: "text"} if declared["prompt"] != "text" else {}
-    if {"images", "videos", "audios"} & declared.keys():
-        draft.lose(f"dataset {name}: images, videos, audios",
-                   "of these, SFT and Preference read images only: docs/images.md")
+    for part in {"videos", "audios"} & declared.keys():
+        draft.lose(f"dataset {name}: {part}", "videos and sound are not supported")
+    if declared.get("images"):
+        draft.content.setdefault(HAS_IMAGES, name)
     _take_tags(draft, entry.get("tags", {}))
     options = {key: entry[column] for key, column in (("name", "subset"), ("split", "split"))
                if entry.get(column) and not file}
@@ -241,6 +247,30 @@ def _take_rows(draft: Draft, is_text: bool) -> None:
     for key in ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k"):
         if draft.get(key) is not None and draft.settings["model"][0] != "Reward":
             draft.put(f"model.generation.{key}", draft.content[key], key)
+
+
+def _take_images(draft: Draft) -> None:
+    """Train on images if a dataset has them, or if a key is about them."""
+    freezes = {part: draft.get(f"freeze_{part}", part != "language_model")
+               for part in ("vision_tower", "multi_modal_projector", "language_model")}
+    limits = {name: draft.get(f"image_{name}", default) for name, default in PIXELS.items()}
+    keys = (HAS_IMAGES, *(f"image_{name}" for name in PIXELS), *(f"freeze_{part}" for part in freezes))
+    key = next((key for key in keys if draft.content.get(key) is not None), None)
+    if key is None:
+        return
+    draft.get(HAS_IMAGES)
+    trained = tuple(part for part, is_frozen in freezes.items() if not is_frozen)
+    choices = {("language_model",): None, ("multi_modal_projector", "language_model"): [LANGUAGE, PROJECTOR],
+               tuple(freezes): [""]}
+    if trained not in choices:
+        draft.lose("freeze_vision_tower", "name the parts that train in model.trainable_parameters")
+    training.take_images(draft, key, choices.get(trained))
+    name = str(draft.get("model_name_or_path")).lower()
+    if "qwen" in name and draft.has("model.images"):
+        draft.put("data.image_options", limits, "image_max_pixels", "image_min_pixels")
+    else:
+        draft.note(f"LLaMA-Factory resizes images to {limits['min_pixels']:,} to {limits['max_pixels']:,} pixels. Here "
+                   "fields of the model's image processor are overridden by data.image_options.")
 
 
 def _split_names(value: Any) -> list[str]:

@@ -75,6 +75,28 @@ def take_training(draft: Draft, names: Names) -> None:
                    "micro-batches if rows differ in length.")
 
 
+def take_images(draft: Draft, key: str, trained: list[str] | None) -> None:
+    """Train on the images of rows. Call it after the model and the rows are converted.
+
+    Args:
+        key: Foreign key that asks for images.
+        trained: `model.trainable_parameters` of full fine-tuning; None trains the language model.
+    """
+    if draft.settings["model"][0] not in ("SFT", "Preference"):
+        draft.lose(key, "only SFT and Preference read images")
+        return
+    draft.put("model.images", True, key)
+    if draft.has("model.lora") or draft.has("model.adapter"):
+        draft.note("Adapters stay in the language model; what sees images is frozen.")
+    elif trained and not draft.has("model.trainable_parameters"):
+        draft.put("model.trainable_parameters", trained, key)
+    if draft.settings.get("data.on_overflow", ("",))[0] == "truncate":
+        draft.put("data.on_overflow", "truncate_turns", "an image cannot be truncated")
+    if draft.settings.pop("data.packing", None):
+        draft.note("data.packing is off, as rows with images are not packed.")
+    draft.note("Images are files next to the data file, or bytes in its rows; nothing is downloaded.")
+
+
 def take_quantization(draft: Draft, double: bool) -> None:
     """Convert `load_in_4bit` and related keys, for adapters only. `double` is the default of double quantisation."""
     four, eight = draft.get("load_in_4bit"), draft.get("load_in_8bit")

@@ -1,5 +1,6 @@
 """Convert TRL's YAML, as for `trl sft --config`. Source: its SFTConfig, ModelConfig and ScriptArguments."""
 
+import re
 from typing import Any
 
 from lmmods.core.preference_losses import METHODS, UNSUPPORTED
@@ -7,6 +8,7 @@ from lmmods.extras.migration import training
 from lmmods.extras.migration.draft import Draft
 from lmmods.extras.migration.training import PROMPT_LENGTH, Names, reject_objective, take_quantization, take_training
 
+VISION = re.compile(r"vlm|-vl\b|llava|internvl|idefics|gemma-[34]|qwen3\.5", re.IGNORECASE)  # of models' names
 # By task.
 NAMES = {"SFT": Names(default_lr=2e-5), "Preference": Names(default_lr=1e-6), "Reward": Names(default_lr=1e-4),
          "GRPO": Names(default_lr=1e-6)}
@@ -49,6 +51,10 @@ def trl(content: dict[str, Any]) -> Draft:
     _take_rows(draft, task)
     if task == "SFT":
         _take_targets(draft)
+    if task in ("SFT", "Preference") and VISION.search(str(draft.get("model_name_or_path"))):
+        draft.note("TRL trains on the images that rows have, with all parts of the model. For such rows set "
+                   "model.images: true, data.packing: false, data.on_overflow: truncate_turns and, without an "
+                   "adapter, model.trainable_parameters: [''].")
     draft.content.setdefault("logging_steps", 10)
     take_training(draft, NAMES[task])
     draft.finish()

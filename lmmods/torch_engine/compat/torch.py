@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees every operation that torch runs
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -82,6 +82,11 @@ def without_values() -> FakeTensorMode:
 def has_values(tensor: Tensor) -> bool:
     """True unless a tensor was made `without_values` or is on the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def keep_values() -> AbstractContextManager:
+    """Return a context inside `without_values` in which tensors have values: `unset_fake_temporarily`."""
+    return unset_fake_temporarily()
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from lmmods.core.adapters import tokens_to_train
 from lmmods.core.errors import UserError, is_out_of_memory, one_line
 from lmmods.core.freezing import check_new_tokens, chosen
 from lmmods.core.hf_config import TEXT_WRITERS, load_config, set_special_ids, vocabulary_fields
+from lmmods.core.image_models import has_other_parts
 from lmmods.core.memory import MLP_CHUNK
 from lmmods.data.base import DataModule
 from lmmods.recipe.tasks.base import TaskFields
@@ -198,6 +199,10 @@ def enable_checkpointing(model: nn.Module, contexts: Callable[[], tuple[Any, Any
                             "Set it to true.")
         return _checkpoint_blocks(model, contexts)
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts}, offload=offloads)
+    if has_other_parts(model):
+        # For the reentrant form, transformers makes inputs of all parts require gradients: a frozen vision tower would
+        # keep its activations and run its backward pass.
+        model.disable_input_require_grads()
 
 
 def chunk_mlps(model: nn.Module, dropout: TokenDropout, size: int = MLP_CHUNK) -> None:

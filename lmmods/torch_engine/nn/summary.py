@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmmods.core.errors import UserError
 from lmmods.core.experts import mixture_of
+from lmmods.core.image_models import has_other_parts, is_of_language_model
 from lmmods.core.memory import NetworkShape, Step, StepMemory, estimate_step, flops_per_token, widths_of
 from lmmods.torch_engine.nn.experts import is_stacked
 
@@ -67,7 +68,7 @@ def _scale_bytes(param: Tensor) -> int:
 
 
 def training_flops(model: nn.Module) -> int:
-    """Return `flops_per_token` of a network, without an embedding that is only looked up."""
+    """Return `flops_per_token` of a network, without an embedding that is only looked up, and what sees images."""
     is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     looked_up = None if is_head_too else model.get_input_embeddings().weight
     mixture = mixture_of(model.config)
@@ -78,7 +79,7 @@ def training_flops(model: nn.Module) -> int:
         return round(num_elements(param) * mixture.fraction) if is_expert else num_elements(param)
 
     counts = [(count_active(name, param), param.requires_grad) for name, param in model.named_parameters()
-              if param is not looked_up]
+              if param is not looked_up and (is_of_language_model(name) or not has_other_parts(model))]
     return flops_per_token(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
 
 
