@@ -55,6 +55,60 @@ SIZES = {
                                   "tie_word_embeddings": True},
 }
 ENCODERS = ("bert", "roberta")
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{{ part.text if part.type == 'text' else 'IMAGE' }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+class Vision(NamedTuple):
+    """A model that reads images, and the images that a recipe shows it.
+
+    Args:
+        token: Token of the model's configuration.
+        image: Text of an image in the chat template.
+        processor: Class of the processor, and its fields.
+        image_processor: Class of the image processor, and its fields.
+        size: Width and height of an image.
+    """
+
+    sizes: dict[str, Any]
+    token: str
+    image: str
+    tokens: list[str]
+    processor: dict[str, Any]
+    image_processor: dict[str, Any]
+    size: tuple[int, int]
+
+
+VISION = {
+    # Idefics3, whose network and processor are the same for images: SmolVLM's processor needs a further package.
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct": Vision(
+        {"model_type": "idefics3", "scale_factor": 3, "tie_word_embeddings": False, "text_config": {
+            "model_type": "llama", "vocab_size": 49280, "hidden_size": 2048, "intermediate_size": 8192,
+            "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 8192}, "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "image_size": 384, "patch_size": 14}},
+        "<image>", "<image>", ["<fake_token_around_image>", "<global-img>", *(
+            f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))],
+        {"processor_class": "Idefics3Processor", "image_seq_len": 81},
+        {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 1536},
+         "max_image_size": {"longest_edge": 384}, "resample": 1}, (1700, 2200)),  # a page of 8.5 x 11 inches at 200 dpi
+    "Qwen/Qwen3-VL-4B-Instruct": Vision(
+        {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": {
+            "model_type": "qwen3_vl_text", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 262144, "tie_word_embeddings": True, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}},
+         "vision_config": {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
+                           "num_heads": 16, "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}},
+        "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>",
+        ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {"processor_class": "Qwen3VLProcessor"},
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
+         "size": {"shortest_edge": 65536, "longest_edge": 16777216}}, (850, 1100)),  # more pixels than most charts
+}
 
 
 class PlanOutput(NamedTuple):
@@ -110,17 +164,45 @@ def write_model_folder(parent: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
+def write_vision_folder(parent: Path, vision: Vision) -> Path:
+    """Write a model folder with this configuration, a processor and a demo tokenizer, without weights."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "llama")
+    tokens = [vision.token, *vision.tokens, "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens, "eos_token": "<|im_end|>"})
+    tokenizer.chat_template = CHATML.replace("IMAGE", vision.image)
+    tokenizer.save_pretrained(folder := parent / "model")
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(vision.token)} | {
+        f"{token.strip('<|>')}_token_id": tokenizer.convert_tokens_to_ids(token) for token in vision.tokens
+        if token.startswith("<|vision")}
+    for name, content in (("config.json", vision.sizes | ids), ("processor_config.json", vision.processor),
+                          ("preprocessor_config.json", vision.image_processor)):
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
 def replace_model_and_data(recipe: dict[str, Any], parent: Path) -> dict[str, Any]:
     """Change a shipped recipe to a model of its checkpoint's sizes and rows of the demo, and return it."""
     model, data = recipe["model"]["init_args"], recipe["data"]["init_args"]
     model_key = "pretrained" if "pretrained" in model else "config"
-    model[model_key] = str(write_model_folder(parent, SIZES[model[model_key]]))
+    vision = VISION.get(model[model_key])
+    model[model_key] = str(write_vision_folder(parent, vision) if vision else write_model_folder(
+        parent, SIZES[model[model_key]]))
     if model_key == "config":
         data["tokenizer"] = model[model_key]
-    for key in ("val_source", "test_source", "val_size", "dataset_format", "template"):
+    for key in ("val_source", "test_source", "predict_source", "val_size", "dataset_format", "template"):
         data.pop(key, None)
     recipe["trainer"].pop("logger", None)
-    data |= _ROWS[recipe["data"]["class_path"]]
+    if vision:
+        from PIL import Image
+
+        data["source"] = str(parent / "pictures.jsonl")
+        Image.new("RGB", vision.size).save(parent / "picture.png")
+        Path(data["source"]).write_text(100 * (json.dumps({
+            "prompt": "What is this?", "completion": "A picture.", "image": "picture.png"}) + "\n"))
+    else:
+        data |= _ROWS[recipe["data"]["class_path"]]
     if model.get("loss") == "kto":
         rows = map(json.loads, open(DEMO / "preferences.jsonl"))
         data["source"] = str(parent / "labelled.jsonl")
@@ -141,7 +223,8 @@ class Figures(NamedTuple):
     """Cells of the table for one plan.
 
     Args:
-        memory: Memory per device; if the recipe does not fit, also with the change that makes it fit.
+        memory: Memory per device; if the recipe does not fit, also with the change that makes it fit; empty if the
+            engine does not plan the recipe.
         speed: Maximum number of tokens per second.
     """
 
@@ -158,7 +241,7 @@ def main() -> None:
 def can_plan(recipe: dict[str, Any]) -> bool:
     """Return whether the sizes of the recipe's model and rows for its data are known here."""
     model = recipe["model"]["init_args"]
-    return (model.get("pretrained") or model.get("config")) in SIZES and recipe["data"]["class_path"] in _ROWS
+    return (model.get("pretrained") or model.get("config")) in SIZES | VISION and recipe["data"]["class_path"] in _ROWS
 
 
 def write_pages(rows: dict[str, list[Figures]]) -> None:
@@ -184,6 +267,8 @@ def plan_recipe(recipe: dict[str, Any], engine: str, on: str, source: str) -> Fi
     Raises:
         SystemExit: The plan failed, or its memory was not determined by `source`.
     """
+    if engine == "jax" and recipe["model"]["init_args"].get("images"):
+        return Figures("", "")  # JAX plans without images
     with tempfile.TemporaryDirectory() as folder:
         recipe = replace_model_and_data(copy.deepcopy(recipe), Path(folder)) | {"engine": engine}
         if on != "H100":

@@ -3,6 +3,7 @@
 The stand-in models are tiny and random; `datasets.load_dataset` returns a few rows in the layout of the real dataset.
 """
 
+import io
 import json
 import re
 from pathlib import Path
@@ -17,13 +18,14 @@ from tests.data.conftest import CORPUS
 from tests.data.test_mlm import bert_folder  # noqa: F401 - a fixture
 from tests.data.test_qa import CONTEXT
 from tests.torch_engine.test_architectures import DECODERS, ENCODERS, make_folder
+from tests.vision_models import picture, save_vision_model
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
 ROWS_PER_STEP = {  # as published, or as in the program that the recipe follows
     "clm_gpt2_wikitext2": 8, "clm_gpt2_scratch": 64, "pretrain_qwen2.5_lora": 64, "pretrain_llama3.2_qlora": 64,
     "mlm_roberta_wikitext2": 8, "qa_bert_squad": 12, "qa_bert_squad_v2": 12, "sft_guanaco_7b": 16,
-    "sft_guanaco_33b": 16, "sft_alpaca_7b": 16,
+    "sft_guanaco_33b": 16, "sft_alpaca_7b": 16, "sft_smolvlm_docvqa": 16, "sft_qwen3_vl_chartqa": 32,
     "preference_zephyr_7b": 32, "preference_orpo_mistral_7b": 32, "preference_kto_qwen2.5_7b": 32,
     "classify_bert_glue": 32, "tag_bert_conll2003": 32, "choose_roberta_swag": 128, "reward_qwen_ultrafeedback": 64,
     "grpo_qwen3_gsm8k": 128, "grpo_qwen2.5_coder_mbpp": 128}
@@ -34,6 +36,9 @@ QUESTIONS = [{"id": str(n), "title": "sums", "question": "what is the sum?", "co
 UNANSWERED = {"id": "none", "title": "sums", "question": "who?", "context": CONTEXT,
               "answers": {"text": [], "answer_start": []}}
 CHAT_PROMPTS = [[{"role": "user", "content": f"Add {n} and 1."}] for n in range(8)]
+PICTURE = io.BytesIO()
+picture(0).save(PICTURE, "PNG")
+PICTURES = {"image": {"bytes": PICTURE.getvalue(), "path": None}}
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("The sum.", "No.")]
 HUB = {  # repository -> (configurations, splits, rows)
     "Salesforce/wikitext": ({"wikitext-2-raw-v1", "wikitext-103-raw-v1"}, {"train", "validation", "test"}, LINES),
@@ -65,6 +70,12 @@ HUB = {  # repository -> (configurations, splits, rows)
         {"task_id": n, "text": f"Write a function that adds {n}.", "code": f"def add(x):\n    return x + {n}",
          "test_list": [f"assert add(1) == {n + 1}"], "test_setup_code": "", "challenge_test_list": []}
         for n in range(8)]),
+    "HuggingFaceM4/ChartQA": ({None}, {"train", "val", "test"}, [
+        {**PICTURES, "query": f"How many in {n}?", "label": [str(n)], "human_or_machine": n % 2} for n in range(8)]),
+    "HuggingFaceM4/DocumentVQA": ({None}, {"train", "validation", "test"}, [
+        {"questionId": n, "question": f"Who wrote page {n}?", "question_types": ["handwritten"], **PICTURES, "docId": n,
+         "ucsf_document_id": "a", "ucsf_document_page_no": "1", "answers": [f"Dr. {n}", f"Doctor {n}"]}
+        for n in range(8)]),
     "trl-lib/kto-mix-14k": ({None}, {"train", "test"}, [
         {"prompt": chat, "completion": ANSWERS[n % 2], "label": n % 2 == 0} for n, chat in enumerate(CHAT_PROMPTS)]),
 }
@@ -95,8 +106,10 @@ def test_a_step_has_the_published_number_of_rows(name):
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
+def models(tmp_path_factory, tokenizer_folder, bert_folder, shared):  # noqa: F811
     """Hub id -> folder of a tiny model of that kind."""
+    vision = {name: shared(f"vision_{name}", lambda folder, name=name: save_vision_model(name, folder))
+              for name in ("smolvlm", "qwen3_vl")}
     root, longer = tmp_path_factory.mktemp("hub"), {"max_position_embeddings": 2048}
     decoders = {"gpt2": {**DECODERS["gpt2"], "n_positions": 1024}, "llama": {**DECODERS["llama"], **longer},
                 "qwen2": {**DECODERS["qwen2"], **longer}}
@@ -108,6 +121,8 @@ def models(tmp_path_factory, tokenizer_folder, bert_folder):  # noqa: F811
     return {"openai-community/gpt2": folders["gpt2"], "Qwen/Qwen2.5-0.5B": folders["qwen2"],
             "google-bert/bert-base-uncased": folders["bert"], "google-bert/bert-base-cased": folders["bert"],
             "FacebookAI/roberta-base": folders["roberta"], "Qwen/Qwen2.5-7B-Instruct": folders["qwen2"],
+            "HuggingFaceTB/SmolVLM2-2.2B-Instruct": str(vision["smolvlm"]),
+            "Qwen/Qwen3-VL-4B-Instruct": str(vision["qwen3_vl"]),
             "Qwen/Qwen3-0.6B": folders["qwen2"], "Qwen/Qwen2.5-Coder-1.5B-Instruct": folders["qwen2"],
             **dict.fromkeys(("meta-llama/Llama-3.2-1B", "huggyllama/llama-7b", "huggyllama/llama-30b",
                              "mistralai/Mistral-7B-v0.1", "alignment-handbook/zephyr-7b-sft-full"), folders["llama"])}
@@ -156,7 +171,8 @@ def test_a_recipe_trains_two_steps_on_stand_ins(name, hub, models, tmp_path):
     assert main(["fit", "--config", str(path), "--trainer.max_steps", "2", "--trainer.limit_val_batches", "1",
                  "--trainer.num_sanity_val_steps", "0", "--trainer.accelerator", "cpu",
                  "--trainer.log_every_n_steps", "1", "--trainer.accumulate_grad_batches", "1", "--data.batch_size", "2",
-                 "--data.eval_batch_size", "2", *SHORT.get(content["model"]["class_path"], [])]) == 0
+                 "--data.eval_batch_size", "2", "--data.num_workers", "0",  # others do not have the stand-ins
+                 *SHORT.get(content["model"]["class_path"], [])]) == 0
     run = tmp_path / "runs" / name
     metrics = json.loads((run / "metrics.json").read_text())
     task = declared("model")[content["model"]["class_path"]]
