@@ -23,20 +23,23 @@ class ImageFamily:
         whole_rows: Inputs [B, N, ...], padded with zeros; others are [n, ...], the entries of all rows in order.
         token_types: Input [B, T] that is 1 for image tokens; None if the network has none.
         in_both_directions: True if the tokens of an image attend to later ones of it.
+        can_pack: True if packed rows are computed as separate ones.
     """
 
     whole_rows: tuple[str, ...] = ()
     token_types: str | None = None
     in_both_directions: bool = False
+    can_pack: bool = True
 
 
 IDEFICS = ImageFamily(("pixel_values", "pixel_attention_mask"))
 TYPED = ImageFamily(token_types="mm_token_type_ids")
+NOT_PACKED = ImageFamily(token_types="mm_token_type_ids", can_pack=False)
 IMAGE_FAMILIES = {
     "smolvlm": IDEFICS, "idefics3": IDEFICS,
-    "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "gemma4": TYPED,
-    "qwen2_vl": TYPED, "qwen2_5_vl": TYPED, "qwen3_vl": TYPED, "qwen3_vl_moe": TYPED, "qwen3_5": TYPED,
-    "qwen3_5_moe": TYPED, "llava": ImageFamily(), "llava_next": ImageFamily(), "internvl": ImageFamily(),
+    "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "gemma4": NOT_PACKED,
+    "qwen2_vl": TYPED, "qwen2_5_vl": TYPED, "qwen3_vl": TYPED, "qwen3_vl_moe": TYPED,
+    "qwen3_5": NOT_PACKED, "qwen3_5_moe": NOT_PACKED, "llava": ImageFamily(), "llava_next": ImageFamily(), "internvl": ImageFamily(),
     "llava_onevision": ImageFamily(),
 }
 

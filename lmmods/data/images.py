@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lmmods.core import fingerprints
 from lmmods.core.errors import UserError
-from lmmods.core.image_models import PROCESSOR_FILES
+from lmmods.core.image_models import PROCESSOR_FILES, find_image_family
 from lmmods.data.batch.collate import Collate, Collator
 from lmmods.data.batch.images import INPUTS, ImageCollator, ImageSet
 from lmmods.data.codec import Codec, ModelFacts
@@ -183,7 +183,8 @@ class ImageData(ImageDataFields, ConversationData):
             image_model: Path and type of a model that trains on images.
 
         Raises:
-            UserError: The model has no processor, or one without an option of the recipe.
+            UserError: The model has no processor, or one without an option of the recipe; or its rows with images
+                cannot be packed.
         """
         super().connect(**settings)
         if image_model is None:
@@ -191,6 +192,9 @@ class ImageData(ImageDataFields, ConversationData):
         from lmmods.data.encode.images import ImageProcessor  # imports transformers
 
         path, model_type = image_model
+        if self.packing and not find_image_family(model_type).can_pack:
+            raise UserError(f"data.packing is not supported with images for a model of type {model_type}. Set it to "
+                            "false.", "data.packing", "model.images")
         self._images = ImageProcessor(path, model_type, settings.get("revision"), settings["trust_remote_code"],
                                       self.image_options, self.max_image_pixels)
         self._tokenizer = replace(self._tokenizer, path=self._tokenizer.path or path)

@@ -16,7 +16,7 @@ from lmmods.cli import main
 from lmmods.commands.plan import planner_of
 from lmmods.commands.registry import options_of
 from lmmods.core.hardware import target_named
-from lmmods.core.image_models import image_token, is_of_language_model
+from lmmods.core.image_models import find_image_family, image_token, is_of_language_model
 from lmmods.core.labels import IGNORED
 from lmmods.core.settings import LoRA
 from lmmods.data.sft import SFTData
@@ -102,7 +102,8 @@ def test_loss_and_gradients_are_those_of_transformers(family, trained, model_fol
     length = inputs["input_ids"].shape[1]
     assert torch.equal(batch["input_ids"][:, :length] * batch["attention_mask"][:, :length],
                        inputs["input_ids"] * inputs["attention_mask"])
-    packs, model = make_packs(folder, tmp_path), in_float64(model)
+    model = in_float64(model)
+    packs = make_packs(folder, tmp_path) if find_image_family(model.config.model_type).can_pack else [batch]
     model.further_inputs = ImageInputs(model)
     with Float64():
         inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
@@ -416,6 +417,11 @@ def test_a_run_resumes_with_another_number_of_processes(sparse, tmp_path):
               "true"])
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert_same_run(tmp_path / "one to two", tmp_path / "one")
+
+
+def test_models_whose_rows_with_images_cannot_be_packed(arguments, tmp_path, capsys):
+    assert main(["fit", *arguments(tmp_path / "run", "gemma4", **{"data.packing": True})]) != 0
+    assert "data.packing is not supported with images for a model of type gemma4" in capsys.readouterr().err
 
 
 # ---- plans ----
