@@ -48,11 +48,7 @@ from lmmods.torch_engine.compat.torch import (
     watch_resizes,
     without_values,
 )
-from lmmods.torch_engine.compat.transformers import (
-    attention_name,
-    can_change_attention,
-    replace_truncated_normals,
-)
+from lmmods.torch_engine.compat.transformers import attention_name, can_change_attention
 from lmmods.torch_engine.nn import sharding
 from lmmods.torch_engine.nn.cpu_kernels import fast_products, stays_float32
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
@@ -358,8 +354,7 @@ class Planner:
         ledger, no_values = Ledger(len(self.data.tokenizer)), without_values()
         task.trainer = stand_in(self.data, self.precision, variant.accumulated, self.trainer.clip_val, ranks,
                                 "cuda" if on_gpu else "cpu", sharers)
-        # torch draws truncated values until all are within the bounds, which without values would never end.
-        with no_values, ledger, replace_truncated_normals(lambda *_: None):
+        with no_values, ledger:
             task.build_model(abstract=True)
         with ledger:
             task.shard_model(one_document=True)

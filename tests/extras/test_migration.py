@@ -339,8 +339,8 @@ def test_axolotls_images_are_converted(migrate):
     assert recipe["model"]["init_args"]["images"] is True
     assert recipe["model"]["init_args"]["trainable_parameters"] == [""]
     data = recipe["data"]["init_args"]
-    assert data["on_overflow"] == "truncate_turns" and "packing" not in data
-    assert "data.packing is off" in messages and "image_size: see data.image_options" in messages
+    assert data["on_overflow"] == "truncate_turns" and data["packing"] is True
+    assert "image_size: see data.image_options" in messages
     for line, key in (("freeze_mm_modules: true", "trainable_parameters"), ("adapter: lora", "lora")):
         model = migrate(f"{text[:-1]}, {line}}}", "--overwrite", "true")[0]["model"]["init_args"]
         assert model["images"] and ("trainable_parameters" in model, "lora" in model) == (False, key == "lora")

@@ -92,8 +92,6 @@ def take_images(draft: Draft, key: str, trained: list[str] | None) -> None:
         draft.put("model.trainable_parameters", trained, key)
     if draft.settings.get("data.on_overflow", ("",))[0] == "truncate":
         draft.put("data.on_overflow", "truncate_turns", "an image cannot be truncated")
-    if draft.settings.pop("data.packing", None):
-        draft.note("data.packing is off, as rows with images are not packed.")
     draft.note("Images are files next to the data file, or bytes in its rows; nothing is downloaded.")
 
 

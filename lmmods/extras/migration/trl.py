@@ -53,7 +53,7 @@ def trl(content: dict[str, Any]) -> Draft:
         _take_targets(draft)
     if task in ("SFT", "Preference") and VISION.search(str(draft.get("model_name_or_path"))):
         draft.note("TRL trains on the images that rows have, with all parts of the model. For such rows set "
-                   "model.images: true, data.packing: false, data.on_overflow: truncate_turns and, without an "
+                   "model.images: true, data.on_overflow: truncate_turns and, without an "
                    "adapter, model.trainable_parameters: [''].")
     draft.content.setdefault("logging_steps", 10)
     take_training(draft, NAMES[task])
