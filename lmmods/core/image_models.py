@@ -39,8 +39,8 @@ IMAGE_FAMILIES = {
     "smolvlm": IDEFICS, "idefics3": IDEFICS,
     "gemma3": ImageFamily(token_types="token_type_ids", in_both_directions=True), "gemma4": NOT_PACKED,
     "qwen2_vl": TYPED, "qwen2_5_vl": TYPED, "qwen3_vl": TYPED, "qwen3_vl_moe": TYPED,
-    "qwen3_5": NOT_PACKED, "qwen3_5_moe": NOT_PACKED, "llava": ImageFamily(), "llava_next": ImageFamily(), "internvl": ImageFamily(),
-    "llava_onevision": ImageFamily(),
+    "qwen3_5": NOT_PACKED, "qwen3_5_moe": NOT_PACKED, "llava": ImageFamily(), "llava_next": ImageFamily(),
+    "internvl": ImageFamily(), "llava_onevision": ImageFamily(),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmmods.core.errors import UserError
-from lmmods.core.image_models import COUNT, IMAGE_FAMILIES
+from lmmods.core.image_models import COUNT, IMAGE_FAMILIES, find_image_family
 from lmmods.core.labels import IGNORED, PER_ROW
 from lmmods.data.read.conversation import RowProblem
 from lmmods.data.read.formats import read_conversation
@@ -337,6 +337,8 @@ def test_shapes_of_a_batch_are_known_without_its_images(family, packing, tmp_pat
     rows = [{"messages": messages} for messages in (
         *CONVERSATIONS, turns([part(2), text("q " * 80)], "r", [part(0), text("s")], "t"))]
     source = write_rows(tmp_path / "rows", rows)
+    if packing and not find_image_family(family[0]).can_pack:
+        pytest.skip("its rows are not packed")
     data = load(family[1], source, tmp_path, max_length=260 if packing else 130, packing=packing)
     items, collate = data.items("train"), data.collator()
     assert len(items) < len(rows) if packing else len(items) == len(rows) and items.truncated[-1] > 0
