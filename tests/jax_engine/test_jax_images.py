@@ -261,18 +261,18 @@ def test_both_engines_train_and_save_the_same(arguments, family, changes, model_
 
 
 @pytest.mark.parametrize(("family", "changes", "names"), [
-    ("idefics3", {}, ["split"]),
+    ("idefics3", {}, ["split", "devices"]),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("gemma3", {}, ["split", "mesh"]), ("gemma3", PACKED, ["split"]), ("qwen2_5_vl", {}, ["split"]),
         ("qwen3_vl", {}, ["split", "mesh"]), ("qwen3_vl", PACKED, ["split"])))])
 def test_any_split_and_several_devices_give_the_same_steps(arguments, family, changes, names, tmp_path):
     """With the whole model in training, and rows of zero to three images.
 
-    The split is into micro-batches, devices and chunks of rows; the mesh also shards weights, rows and matrices.
+    Micro-batches are also split into chunks of rows; the mesh shards weights, rows and matrices.
     """
     splits = {"whole": {"data.batch_size": 8},
-              "split": {"data.batch_size": 2, "trainer.accumulate_grad_batches": 2, "trainer.devices": 2,
-                        "model.piece_tokens": 100},
+              "split": {"data.batch_size": 4, "trainer.accumulate_grad_batches": 2, "model.piece_tokens": 100},
+              "devices": {"data.batch_size": 4, "trainer.devices": 2},
               "mesh": {"data.batch_size": 4, "trainer.devices": 8, "trainer.strategy": {
                   "class_path": MESH, "init_args": {"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2}}}}
     results = {}
