@@ -243,14 +243,13 @@ PACKED = {"data.packing": True, "data.max_length": 80}
 
 
 @pytest.mark.parametrize(("family", "changes"), [
-    ("idefics3", {}), ("qwen3_vl", {}), ("qwen2_5_vl", PACKED), *(
-        pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("gemma3", {}), ("llava_onevision", {}), ("qwen2_5_vl", {}), ("gemma3", PACKED),
-            ("llava_onevision", PACKED)))])
+    ("idefics3", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3_vl", {}), ("qwen2_5_vl", PACKED), ("gemma3", {}), ("llava_onevision", {}), ("gemma3", PACKED),
+        ("llava_onevision", PACKED)))])
 def test_any_batch_split_gives_the_same_steps(arguments, family, changes, tmp_path):
     """With the whole model in training, and rows of zero to three images."""
     results = []
-    for size in (8, 4, 1):
+    for size in (8, 4, 1) if family == "idefics3" else (8, 1):
         root = tmp_path / f"split{size}"
         run("fit", *arguments(root, family, **changes, **{
             "data.batch_size": size, "trainer.accumulate_grad_batches": 8 // size, "model.trainable_parameters": [""],
