@@ -65,8 +65,10 @@ class Vision(NamedTuple):
     """A model that reads images, and the images that a recipe shows it.
 
     Args:
-        token: Token of the model's configuration.
+        sizes: The model's configuration.
+        token: Token of an image in it.
         image: Text of an image in the chat template.
+        tokens: Further special tokens.
         processor: Class of the processor, and its fields.
         image_processor: Class of the image processor, and its fields.
         size: Width and height of an image.

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("images: the answers of a pair share the images of other rows", "lmmods/torch_engine/tasks/preference.py",
            "values.repeat_interleave(shape[1], 0)", "torch.cat([values] * shape[1])",
            "torch_engine/test_image_preferences.py::test_loss_and_gradients_of_pairs_are_those_of_transformers"),
-    Mutant("images: positions in a pack are those of text", "lmmods/torch_engine/nn/images.py",
+    Mutant("images: positions in a pack ignore images", "lmmods/torch_engine/nn/images.py",
            "if grids is None:", "if True:",
            "torch_engine/test_images.py::test_loss_and_gradients_are_those_of_transformers"),
     Mutant("images: image tokens of packs attend like text", "lmmods/torch_engine/nn/images.py",

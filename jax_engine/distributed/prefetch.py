@@ -1,9 +1,9 @@
 """Prefetching: stack the micro-batches of a torch loader into global batches and copy them to the devices in advance.
 
 With N data-parallel ranks, a step takes N consecutive micro-batches, one per rank, as N torch ranks would. Every
-process iterates over all micro-batches: the loader reads those of the process's ranks, and returns only the lengths and
-shapes of the others. So all processes agree on these and on the end of the epoch without communication, and a loader's
-position does not depend on the number of processes. The loader must have world size 1.
+process iterates over all micro-batches: the loader reads the micro-batches of the process's ranks, and returns only the
+lengths and shapes of the others. So all processes agree on shapes and on the end of the epoch without communication,
+and a loader's position does not depend on the number of processes. The loader must have world size 1.
 """
 
 import queue

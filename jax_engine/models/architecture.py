@@ -184,7 +184,7 @@ class Images:
 
     @property
     def mask_indices(self) -> tuple[int, ...]:
-        """For each layer of the tower, the index of its mask among those of the encoder's `Stream`."""
+        """For each layer of the tower, the index of its mask in the encoder's `Stream.masks`."""
         return (0,) * self.tower.num_layers
 
 

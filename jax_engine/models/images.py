@@ -34,7 +34,7 @@ class Stream(NamedTuple):
 
     Args:
         x: [M, P, D].
-        masks: What patches attend to: a mask [M, 1, P, P], or functions, of which each layer has one (`mask_indices`).
+        masks: What patches attend to: a mask [M, 1, P, P], or functions, among which `mask_indices` chooses by layer.
         angles: Rotary positions of the patches.
     """
 

@@ -266,7 +266,7 @@ class Task(TaskFields, ABC):
         return flops_per_token(trained_weights + frozen_weights, trained_weights) + teacher_flops
 
     def _active_weights(self, network: Network, tree: Tree) -> int:
-        """Return the number of weights in a network's tree that each token is multiplied with, so none for images."""
+        """Return the number of weights in a network's tree that each token is multiplied with, without image parts."""
         is_also_head = HEADS[self.head].vocabulary and network.config.tie_word_embeddings
         # A table that is only looked up needs no product.
         lookup_path = None if is_also_head else ("embed", "tokens", "weight")

@@ -7,7 +7,7 @@ transformers are rejected.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -154,11 +154,10 @@ def open_writer(path: Path, architecture: str, dtype: GGUFType, name: str) -> An
     return writer
 
 
-def write_file(writer: Any, tensors: "Iterable[StoredTensor]") -> None:
+def write_file(writer: Any, tensors: "list[StoredTensor]") -> None:
     """Write keys and tensors, and close the file. Raises UserError: a weight is too large for f16."""
     import gguf
 
-    tensors = list(tensors)
     for stored in tensors:
         in_bytes = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         writer.add_tensor_info(stored.name, in_bytes, np.dtype(np.uint8), int(np.prod(in_bytes)), stored.kind)

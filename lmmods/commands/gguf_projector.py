@@ -1,4 +1,4 @@
-"""Write the vision tower and projector of a model as a GGUF file, which llama.cpp reads beside the language model's.
+"""Write the vision tower and projector of a model as a second GGUF file, which llama.cpp reads with the model.
 
 What a reader computes comes from llama.cpp (tools/mtmd: clip.cpp, models/siglip.cpp, mtmd-image.cpp). It resizes
 images itself, with the same filter as transformers but other rounding.
@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmmods.commands.gguf_file import (
-    CONVERTER,
-    GGUFType,
-    StoredTensor,
-    Unsupported,
-    build_error,
-    find_type,
-    list_weights,
-    open_writer,
-    write_file,
-)
+from lmmods.commands.gguf_file import GGUFType, StoredTensor, find_type, list_weights, open_writer, write_file
 from lmmods.core.errors import UserError
 from lmmods.core.image_models import is_of_language_model
 
@@ -66,16 +56,11 @@ PROJECTORS = {
 }
 
 
-def has_images(config: Any) -> bool:
-    """Return True if a configuration is of a model that reads images."""
-    return config.get_text_config() is not config
-
-
-def check_projector(config: Any) -> None:
-    """Raise UserError if a model reads images and its projector is not supported."""
-    if has_images(config) and config.model_type not in PROJECTORS:
-        raise UserError(f"--gguf: models with images of type {config.model_type} are not supported, only "
-                        f"{', '.join(PROJECTORS)}. {CONVERTER} Run it again with --mmproj for the projector.")
+def check_projector(model_type: str) -> None:
+    """Raise UserError if the projector of a model with images is not supported."""
+    if model_type not in PROJECTORS:
+        raise UserError(f"--gguf: with images, a model of type {model_type} is not supported, only "
+                        f"{', '.join(PROJECTORS)}. Remove --gguf.")
 
 
 def write_projector(folder: Path, path: Path, dtype: GGUFType, name: str) -> None:
@@ -97,19 +82,20 @@ def write_projector(folder: Path, path: Path, dtype: GGUFType, name: str) -> Non
     images = AutoImageProcessor.from_pretrained(folder, backend="pil").to_dict()
     writer = open_writer(path, "clip", dtype, name)
     writer.add_type(gguf.GGUFType.MMPROJ)
-    try:
-        if vision.hidden_act != "gelu_pytorch_tanh":
-            raise Unsupported(f"activation {vision.hidden_act} of the vision tower")
-        if vision.intermediate_size == vision.hidden_size:
-            raise Unsupported("vision tower with intermediate_size equal to hidden_size")
-        expected = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255,
-                    "resample": projector.resampling, **projector.fixed(vision.image_size)}
-        for key, value in expected.items():
-            if (images.get(key) or None) != value:
-                raise Unsupported(f"image processor, whose {key} is {images.get(key)} instead of {value}")
-        tensors = list(_list_tensors(folder, vision.num_hidden_layers, dtype))
-    except Unsupported as error:
-        raise build_error(error) from error
+    expected = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255,
+                "resample": projector.resampling, **projector.fixed(vision.image_size)}
+    unsupported = [f"image processor with {key} {images.get(key)} instead of {value}"
+                   for key, value in expected.items() if (images.get(key) or None) != value]
+    if vision.hidden_act != "gelu_pytorch_tanh":
+        unsupported.append(f"activation {vision.hidden_act} of the vision tower")
+    if vision.intermediate_size == vision.hidden_size:  # a sign of old files, whose matrices llama.cpp swaps
+        unsupported.append("vision tower with intermediate_size equal to hidden_size")
+    longest = images["size"].get("longest_edge")
+    if longest is not None and longest <= vision.image_size:  # transformers does not split these images, llama.cpp does
+        unsupported.append(f"image processor with size.longest_edge {longest}, not above {vision.image_size}")
+    if unsupported:
+        raise UserError(f"--gguf: llama.cpp does not support this model's {unsupported[0]}. Remove --gguf.")
+    tensors = list(_list_tensors(folder, vision.num_hidden_layers, dtype))
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(projector.name)
     writer.add_vision_projector_scale_factor(projector.factor(config))
@@ -124,7 +110,7 @@ def write_projector(folder: Path, path: Path, dtype: GGUFType, name: str) -> Non
     writer.add_vision_use_gelu(True)
     writer.add_vision_image_mean(images["image_mean"])
     writer.add_vision_image_std(images["image_std"])
-    if (longest := images["size"].get("longest_edge")) is not None:
+    if longest is not None:
         writer.add_vision_preproc_image_size(longest)
     write_file(writer, tensors)
 
@@ -141,7 +127,7 @@ def _list_tensors(folder: Path, num_layers: int, dtype: GGUFType) -> Iterator[St
             known = re.sub(pattern, part, known, count=1)
         target = names.get_name(known, (".weight", ".bias"))
         if target is None:
-            raise Unsupported(f"weight {source}")
+            raise UserError(f"--gguf: llama.cpp does not support this model's weight {source}. Remove --gguf.")
         kind = find_type("f32" if ".embeddings." in source else dtype, shape)
         if known == PROJECTION and dtype != "f32":
             kind = gguf.GGMLQuantizationType.F16  # the reader transposes this matrix

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lmmods.commands.combined_adapter import Combination, Method, combine, read_runs
 from lmmods.commands.exported_model import FinishedRun, copy_dequantized
 from lmmods.commands.gguf_file import GGUFType, find_family, require_gguf, write_gguf
-from lmmods.commands.gguf_projector import check_projector, has_images, write_projector
+from lmmods.commands.gguf_projector import check_projector, write_projector
 from lmmods.core.adapters import SETTINGS, WEIGHTS, fitting_adapter
 from lmmods.core.errors import UserError
 from lmmods.core.generation_config import GENERATION_CONFIG, saved_end_ids
@@ -69,8 +69,10 @@ def merge(run: str | list[str], out: str, base: Literal["dequantized", "original
                 raise UserError(f"--gguf is for models that generate text, but the task of {finished.option} is "
                                 f"{finished.task}. Remove --gguf.")
             require_gguf()
-            find_family(finished.config())
-            check_projector(finished.config())
+            config = finished.config()
+            find_family(config)
+            if finished.all_parts:
+                check_projector(config.model_type)
         if finished.has_adapter:
             _merge(finished, adapter_text, out_folder, base, dtype, threshold, force, gguf,
                    has_combined=combined.exists())
@@ -153,7 +155,7 @@ def _finish_folder(recipe: FinishedRun, tokenizer: Any, temporary: Path, out_fol
     if gguf:
         try:
             write_gguf(temporary, temporary / GGUF_FILE, gguf, out_folder.resolve().name)
-            if has_images(recipe.config()):
+            if recipe.all_parts:
                 write_projector(temporary, temporary / PROJECTOR_FILE, gguf, out_folder.resolve().name)
         except UserError:
             shutil.rmtree(temporary)
@@ -301,12 +303,16 @@ PROGRAMS = {
     "Gemma3ForCausalLM": ALL,
     "Gemma3ForConditionalGeneration": IMAGES,
     "Gemma4ForCausalLM": GGUF - {"llama.cpp"},  # its converter needs the whole multimodal checkpoint
+    "Gemma4ForConditionalGeneration": IMAGES - {"SGLang"},
     "GemmaForCausalLM": ALL,
     "Glm4ForCausalLM": GGUF,
     "GptOssForCausalLM": GGUF,
     "GraniteForCausalLM": GGUF,
     "Idefics3ForConditionalGeneration": IMAGES - {"SGLang"},
+    "InternVLForConditionalGeneration": IMAGES - {"SGLang"},
     "LlamaForCausalLM": ALL,
+    "LlavaForConditionalGeneration": IMAGES - {"SGLang"},
+    "LlavaNextForConditionalGeneration": IMAGES - {"SGLang"},
     "LlavaOnevisionForConditionalGeneration": IMAGES - {"SGLang"},
     "MistralForCausalLM": GGUF,
     "MixtralForCausalLM": ALL,
@@ -323,7 +329,10 @@ PROGRAMS = {
     "Qwen3ForCausalLM": GGUF,
     "Qwen3MoeForCausalLM": GGUF,
     "Qwen3VLForConditionalGeneration": IMAGES,
+    "Qwen3VLMoeForConditionalGeneration": IMAGES - {"SGLang"},
     "Qwen3_5ForCausalLM": GGUF,
+    "Qwen3_5ForConditionalGeneration": IMAGES - {"SGLang"},
+    "Qwen3_5MoeForConditionalGeneration": IMAGES - {"SGLang"},
     "SmolLM3ForCausalLM": GGUF,
     "SmolVLMForConditionalGeneration": IMAGES - {"SGLang"},
     "StableLmForCausalLM": GGUF,

@@ -23,7 +23,7 @@ class ImageFamily:
         whole_rows: Inputs [B, N, ...], padded with zeros; others are [n, ...], the entries of all rows in order.
         token_types: Input [B, T] that is 1 for image tokens; None if the network has none.
         in_both_directions: True if the tokens of an image attend to later ones of it.
-        can_pack: True if packed rows are computed as separate ones.
+        can_pack: False if data.packing is not supported.
     """
 
     whole_rows: tuple[str, ...] = ()

@@ -92,20 +92,18 @@ def mark_targets(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int], lab
                  marks: tuple[str, str]) -> str:
     """Decode tokens, with target tokens between `marks`. Consecutive tokens with equal marking are decoded together.
 
-    Runs of a special token, such as those of an image, are written as token and number.
+    A special token that is repeated four times or more, such as an image's, is written once with its number.
     """
     text, start, added = "", 0, tokenizer.added_tokens_decoder
-    special = {str(added[token]) for token in set(input_ids) & added.keys() if added[token].special}
-    runs = re.compile("|".join(f"(?:{re.escape(token)}){{4,}}" for token in special) or "(?!)")
-    tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    special = {re.escape(str(added[token])) for token in set(input_ids) & added.keys() if added[token].special}
+    repeated = re.compile(rf"({'|'.join(special) or '(?!)'})\1{{3,}}")
 
-    def shorten(run: re.Match) -> str:
-        [token] = set(tokens.findall(run[0]))
-        return f"{token}×{len(run[0]) // len(token)}"
+    def shorten(match: re.Match) -> str:
+        return f"{match[1]}×{len(match[0]) // len(match[1])}"
 
     for end in range(1, len(input_ids) + 1):
         if end == len(input_ids) or (labels[end] == IGNORED) != (labels[start] == IGNORED):
-            span = printable(runs.sub(shorten, str(tokenizer.decode(input_ids[start:end]))))
+            span = printable(repeated.sub(shorten, str(tokenizer.decode(input_ids[start:end]))))
             text += span if labels[start] == IGNORED else span.join(marks)
             start = end
     return text

@@ -474,7 +474,7 @@ class Planner:
                              f"{-(-mixture.num // over) * over} experts. Use a number of devices that divides "
                              f"{mixture.num}")
         if any(name.startswith(PER_ROW) for name in self.example):
-            notes.append("each row has the images of a row of the first batch, that with the most pixels")
+            notes.append("each row has the images of one row, which has the most pixels in the first batch")
         if optimizer is None:
             notes.append(f"the state of {task.optimizer.name} is computed from its bytes per parameter")
         if self.task.compile:
@@ -582,7 +582,7 @@ def stand_in(data: DataModule, precision: str, accumulated: int, clip_val: float
 def full_batch(example: dict[str, Tensor], rows: int, max_length: int) -> dict[str, Tensor]:
     """Return a micro-batch of rows of maximum length, filled with ones, so that all tokens are real and targets.
 
-    Rows with images are a row of the example, that with the most pixels, followed by ones.
+    With images, each row starts with the example's row that has the most pixels.
 
     Args:
         example: A micro-batch of the loader.

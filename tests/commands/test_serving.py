@@ -6,9 +6,11 @@ import re
 import pytest
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES
 
 from lmmods.cli import main
 from lmmods.commands.merge import PROGRAMS, find_layout, modelfile, serving_lines
+from lmmods.core.image_models import IMAGE_FAMILIES
 from lmmods.data.encode.chat_template import ChatTemplate
 from lmmods.data.encode.encoder import TextEncoder
 from lmmods.data.encode.templates import TEMPLATES, TemplateRenderer, template_jinja
@@ -199,6 +201,11 @@ def test_command_lines_name_the_programs_that_support_the_model(family, programs
 @pytest.mark.parametrize("family", CAUSAL)
 def test_every_causal_family_is_in_the_table_of_programs(family):
     assert CAUSAL_LM[family] in PROGRAMS
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_vllm_serves_every_family_with_images(family):
+    assert "vLLM" in PROGRAMS[IMAGES[family]]
 
 
 @pytest.mark.slow

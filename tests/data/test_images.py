@@ -331,23 +331,21 @@ def test_rows_of_equal_texts_with_other_images_are_no_duplicates(gemma, tmp_path
         assert len(load(gemma, source, tmp_path, deduplicate=method).rows("train")) == 2
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_shapes_of_a_batch_are_known_without_its_images(family, packing, tmp_path):
+def test_shapes_of_a_batch_are_known_without_its_images(family, tmp_path):
     """With other sizes and numbers of images, also after turns were removed, and with rows that only pad."""
     rows = [{"messages": messages} for messages in (
         *CONVERSATIONS, turns([part(2), text("q " * 80)], "r", [part(0), text("s")], "t"))]
     source = write_rows(tmp_path / "rows", rows)
-    if packing and not find_image_family(family[0]).can_pack:
-        pytest.skip("its rows are not packed")
-    data = load(family[1], source, tmp_path, max_length=260 if packing else 130, packing=packing)
-    items, collate = data.items("train"), data.collator()
-    assert len(items) < len(rows) if packing else len(items) == len(rows) and items.truncated[-1] > 0
-    last = len(items) - 1
-    for indices in ([0], [last, 0], [last, -1, 0], [-1], list(range(len(items)))):
-        batch = collate([items[index] for index in indices])
-        shapes = {name: (tuple(x.shape), x.numpy().dtype) for name, x in batch.items() if name.startswith(PER_ROW)}
-        outline = items.outline([[index] if index >= 0 else [] for index in indices])
-        assert {name: (x.shape, x.dtype) for name, x in outline.items()} == shapes
+    for packing in (False, True) if find_image_family(family[0]).can_pack else (False,):
+        data = load(family[1], source, tmp_path, max_length=260 if packing else 130, packing=packing)
+        items, collate = data.items("train"), data.collator()
+        assert len(items) < len(rows) if packing else len(items) == len(rows) and items.truncated[-1] > 0
+        last = len(items) - 1
+        for indices in ([0], [last, 0], [last, -1, 0], [-1], list(range(len(items)))):
+            batch = collate([items[index] for index in indices])
+            shapes = {name: (tuple(x.shape), x.numpy().dtype) for name, x in batch.items() if name.startswith(PER_ROW)}
+            outline = items.outline([[index] if index >= 0 else [] for index in indices])
+            assert {name: (x.shape, x.dtype) for name, x in outline.items()} == shapes
 
 
 def test_a_changed_image_is_an_error(gemma, tmp_path):

@@ -93,7 +93,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, model_f
     data, batch = make_batch(folder, tmp_path)
     labels = batch["labels"].numpy()
     inputs = processed(family, tmp_path, ROWS[:6])
-    if "pixel_attention_mask" in inputs:  # padding around images, as around those of other shapes
+    if "pixel_attention_mask" in inputs:  # padding, as around images of other shapes
         for mask in (inputs["pixel_attention_mask"], batch["per_row/pixel_attention_mask"]):
             mask[1, 0, 12:] = mask[1, 0, :, 8:] = mask[0, 0, 4:] = 0
     expected, exact = in_torch(folder, inputs, labels)

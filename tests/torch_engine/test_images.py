@@ -33,6 +33,7 @@ from lmmods.torch_engine.planning import full_batch, stand_in, take_step
 from lmmods.torch_engine.tasks.sft import SFT
 from tests.closeness import Float64, gradients, in_float64
 from tests.data.test_images import part, text, turns, with_paths, write_rows
+from tests.forks import together
 from tests.torch_engine.test_packed_attention import attend_by_document, calls
 from tests.vision_models import FAMILY_PARAMS, make_arguments, make_processor, picture, save_vision_model
 
@@ -357,7 +358,7 @@ SHARDED = {"class_path": "lmmods.strategies.FSDP2", "init_args": {"sharded_check
 
 @pytest.fixture
 def sparse(arguments, tmp_path):
-    """Return a function like that of `arguments`, for a run on SPARSE by one process or by two."""
+    """Return a function that makes the arguments of a run on SPARSE, by one process or by two."""
     source = write_rows(tmp_path / "rows", [{"messages": messages} for messages in SPARSE], "sparse.jsonl")
 
     def make(root, family, strategy=None, **changes):
@@ -392,8 +393,6 @@ def assert_same_run(root, other) -> None:
     ("qwen3_vl", "fsdp", WHOLE), ("idefics3", "fsdp", WHOLE), ("gemma3", "fsdp", PROJECTOR),
     ("idefics3", "fsdp", QLORA)])
 def test_two_processes_take_the_steps_of_one_with_the_same_answers(sparse, family, strategy, changes, tmp_path):
-    from tests.forks import together
-
     run("fit", *sparse(tmp_path / "one", family, **changes))
     together(["fit", *sparse(tmp_path / "two", family, strategy, **changes)])
     assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -405,8 +404,6 @@ def test_two_processes_take_the_steps_of_one_with_the_same_answers(sparse, famil
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes(sparse, tmp_path):
-    from tests.forks import together
-
     run("fit", *sparse(tmp_path / "one", "gemma3", **WHOLE))
     together(["fit", *sparse(tmp_path / "two", "gemma3", SHARDED, **WHOLE)])
     assert len(list(RunFolder(tmp_path / "two").checkpoint("step=2").glob("model*"))) == 2

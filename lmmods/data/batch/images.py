@@ -118,14 +118,13 @@ class ImageCollator:
 
 
 def join_inputs(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the inputs of several rows with images as those of one row, padded as in `ImageCollator`."""
+    """Join the inputs of several rows with images into one row's, padded as in `ImageCollator`."""
     joined = {}
     for name in rows[0]:
         arrays = [as_array(row[name]) for row in rows]
         shape = np.max([array.shape[1:] for array in arrays], 0)
         joined[name] = np.concatenate([
-            np.pad(array, [(0, 0), *((0, size - own) for size, own in zip(shape, array.shape[1:], strict=True))])
-            for array in arrays])
+            np.pad(array, [(0, 0), *((0, size) for size in shape - array.shape[1:])]) for array in arrays])
     return joined
 
 

@@ -78,8 +78,8 @@ class PackedSet(Dataset):
     number + draw * len(self) consists of the items of that draw.
 
     Args:
-        items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight` and those of
-            an `ImageSet`, numbered like those of `NumberedSet`.
+        items: Dataset with `lengths` and items {input_ids, labels, index, row, draw}, optionally `weight` and image
+            inputs (`ImageSet`), numbered like those of `NumberedSet`.
         groups: Numbers of consecutive items that are packed separately, one for each source. None packs all items
             together.
     """

@@ -68,7 +68,7 @@ def _scale_bytes(param: Tensor) -> int:
 
 
 def training_flops(model: nn.Module) -> int:
-    """Return `flops_per_token` of a network, without an embedding that is only looked up, and what sees images."""
+    """Return `flops_per_token` of a network, without parts that see images, and an embedding only looked up."""
     is_head_too = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     looked_up = None if is_head_too else model.get_input_embeddings().weight
     mixture = mixture_of(model.config)
