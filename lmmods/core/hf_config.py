@@ -382,6 +382,13 @@ def _merge(parameters: dict[str, Any], field: str, value: object) -> dict[str, A
     return {**{name: parameters[name] for name in KEPT if name in parameters}, **renamed}
 
 
+def ropes_by_length(config: "PreTrainedConfig") -> set[str]:
+    """Return the rope types of a configuration whose angles depend on the length of the row."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    return {values.get("rope_type", "default") for values in (parameters, *by_layer)} & {"dynamic", "longrope"}
+
+
 def check_rope(config: "PreTrainedConfig") -> None:
     """Raise UserError unless transformers can compute the rotary positions of a configuration, if it has any."""
     parameters = getattr(config, "rope_parameters", None)

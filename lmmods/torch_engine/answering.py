@@ -20,6 +20,7 @@ from lmmods.runs.identity import check_parameters
 from lmmods.torch_engine import precision as precisions
 from lmmods.torch_engine.callbacks.checkpoint import TORCH
 from lmmods.torch_engine.nn.building import build_network
+from lmmods.torch_engine.nn.capturing import choose_capture
 from lmmods.torch_engine.nn.decoding import generate
 from lmmods.torch_engine.nn.images import ImageInputs
 from lmmods.torch_engine.nn.loading import COMPUTE_DTYPES
@@ -72,6 +73,7 @@ class TextModel:
             network.further_inputs = ImageInputs(network)
         if fields.max_memory is None:
             nn.Module.to(network, device)  # transformers' own `to` rejects quantised models
+        self._capture = choose_capture(fields.cuda_graphs, device)
         self._network, self._device, self._precision, self._tokenizer = (network.eval(), device, precision,
                                                                          data.tokenizer)
 
@@ -96,6 +98,7 @@ class TextModel:
         with self._autocast():
             tokens = generate(self._network, ids, torch.ones_like(ids),
                               generation_config(settings, self._tokenizer, stop_token_ids), uniforms=uniforms,
+                              capture=self._capture,
                               **further_inputs({"input_ids": ids, **columns}),
                               **({"stopping_criteria": StoppingCriteriaList([watch])} if watch else {}))
         answer = tokens[0, len(prompt):].tolist()

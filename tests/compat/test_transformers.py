@@ -103,6 +103,30 @@ def test_a_preallocated_cache_equals_a_dynamic_cache():
         assert preallocated.get_seq_length() == dynamic.get_seq_length()
 
 
+def test_a_cache_of_fixed_size_equals_a_dynamic_cache():
+    """Same keys and values after dropping rows and in new columns; hidden columns are zeros."""
+    states = torch.randn(2, 3, 2, 80, 4)
+    fixed, dynamic = DynamicCache(), DynamicCache()
+    fixed.layers, dynamic.layers = [DynamicLayer()], [DynamicLayer()]
+    assert compat.has_whole_layers(fixed), fix("transformers", compat.has_whole_layers)
+    for cache in (fixed, dynamic):
+        cache.update(*states[..., :7, :], 0)
+    column = torch.tensor([7])
+    fixed.layers = [compat.FixedLayer(layer, 7, 12, column) for layer in fixed.layers]
+    assert not compat.has_whole_layers(fixed), fix("transformers", compat.has_whole_layers)
+    for rows in ([0, 1, 2], [2, 0]):
+        for cache in (fixed, dynamic):
+            cache.reorder_cache(torch.tensor(rows))
+        actual, expected = (cache.update(*states[:, :len(rows), :, column], 0) for cache in (fixed, dynamic))
+        column += 1
+        assert all(torch.equal(a[:, :, :column], b) and not a[:, :, column:].any() for a, b in
+                   zip(actual, expected, strict=True)), fix("transformers", compat.FixedLayer)
+
+
+def test_a_model_tells_whether_its_steps_can_be_compiled(llama):
+    assert compat.can_compile_steps(llama) is True, fix("transformers", compat.can_compile_steps)
+
+
 def test_experts_may_use_another_implementation_when_decoding(llama):
     with compat.decoding_experts(llama):
         pass

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 from filelock import FileLock
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from lmmods.rollouts.rollout import read_rollout
 from lmmods.runs.folder import RunFolder
@@ -144,6 +144,42 @@ def test_a_bfloat16_run_trains_validates_and_predicts(run_command, write_gpu_rec
     for command, more in (("fit", []), ("validate", ["--ckpt_path", "last"]), ("predict", ["--ckpt_path", "last"])):
         run_command(engine, command, *arguments, *more)
     assert run.predictions.read_text()
+
+
+def test_cuda_graphs_give_the_same_answers(run_command, write_gpu_recipe):
+    """Greedy answers of up to 40 tokens, so that most steps are repeated."""
+    predictions = []
+    for is_captured in (False, True):
+        run, arguments = write_gpu_recipe(f"run-{is_captured}", "torch", "32-true",
+                                          model__init_args__cuda_graphs=is_captured,
+                                          model__init_args__generation={"max_new_tokens": 40})
+        run_command("torch", "fit", *arguments)
+        run_command("torch", "predict", *arguments, "--ckpt_path", "last")
+        predictions.append(run.predictions.read_text())
+    assert predictions[0] and predictions[0] == predictions[1]
+
+
+@NO_GPU
+def test_a_replayed_graph_equals_its_steps():
+    """Sampled tokens and their log-probabilities, over more tokens than a cache has room for."""
+    from lmmods.torch_engine.nn.capturing import ROOM, choose_capture
+    from lmmods.torch_engine.nn.decoding import Record, generate
+
+    torch.manual_seed(0)
+    device, length = torch.device("cuda"), ROOM + 90
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2)).to(device).eval()
+    ids, uniforms = torch.randint(3, 320, (8, 20), device=device), torch.rand(8, length, device=device)
+    config = GenerationConfig(max_new_tokens=length, pad_token_id=0, eos_token_id=[], do_sample=True, top_k=0)
+    results, graphs = [], []
+    make_graph = choose_capture(True, device)
+    for capture in (lambda run: run, lambda run: graphs.append(1) or make_graph(run)):
+        record = Record(8, length, device)
+        tokens = generate(model, ids, torch.ones_like(ids), config, uniforms=uniforms, record=record, capture=capture)
+        results.append((tokens, record.logps))
+    assert len(graphs) == 2
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1], rtol=0, atol=1e-5)
 
 
 def test_both_engines_sample_the_same_answers(run_command, write_gpu_recipe, tmp_path):

@@ -442,6 +442,8 @@ class CausalFields(TaskFields):
 
     Args:
         generation: Decoding settings of predict.
+        cuda_graphs: On a GPU, start the kernels of a token at once, in greedy search and sampling: faster for small
+            models and few rows. Not tried on a GPU yet. Torch only: see docs/techniques.md.
         best_of: Generate several answers per prompt in predict and let a reward model choose. null generates one.
         balance_loss: Weight of a loss that spreads the tokens of each row evenly over a model's experts. See
             docs/metrics.md.
@@ -449,9 +451,10 @@ class CausalFields(TaskFields):
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     pipeline_tag: ClassVar[str] = "text-generation"
-    may_change: ClassVar[tuple[str, ...]] = ("generation", "best_of")
+    may_change: ClassVar[tuple[str, ...]] = ("generation", "cuda_graphs", "best_of")
 
     generation: Generation = Generation()
+    cuda_graphs: bool = False
     best_of: BestOf | None = None
     balance_loss: float = 0.0
 

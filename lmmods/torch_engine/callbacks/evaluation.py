@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -92,6 +93,7 @@ class Samples(SampleWriter, L.Callback):
 
     def _generate(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
         """Return the new tokens [prompts, T_new]."""
+        from lmmods.torch_engine.nn.capturing import choose_capture
         from lmmods.torch_engine.nn.decoding import generate
 
         data = trainer.datamodule
@@ -100,7 +102,8 @@ class Samples(SampleWriter, L.Callback):
         ids, mask = (pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
                      for tensors, value in ((rows, data.tokenizer.pad_token_id),
                                             ([torch.ones_like(row) for row in rows], 0)))
-        tokens = module(generate, module.model, ids, mask, config, module.device_mesh is not None)
+        search = partial(generate, capture=choose_capture(module.cuda_graphs, module.device))
+        tokens = module(search, module.model, ids, mask, config, module.device_mesh is not None)
         return tokens[:, ids.shape[1]:]
 
 

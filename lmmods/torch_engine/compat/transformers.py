@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.logging import set_tqdm_hook
@@ -316,6 +317,41 @@ def has_separable_rows(cache: Any) -> bool:
 def preallocate_cache(cache: DynamicCache) -> None:
     """Exchange an unused cache's layers for `PreallocatedLayer`, but those with a sliding window: `Cache.layers`."""
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values of a fixed size, with the columns of future tokens, which masks hide.
+
+    Args:
+        layer: Layer with the states of `length` tokens, which are copied.
+        size: Number of columns.
+        column: [1], column of the next token, which `update` reads.
+    """
+
+    def __init__(self, layer: DynamicLayer, length: int, size: int, column: Tensor):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        # Zeros, as a hidden NaN would not be hidden.
+        self.keys, self.values = (F.pad(states[:, :, :length], (0, 0, 0, size - length))
+                                  for states in (layer.keys, layer.values))
+        self._column = column
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states [B, heads, 1, D] of a token; return the states of all columns."""
+        for full, states in ((self.keys, key_states), (self.values, value_states)):
+            full.index_copy_(2, self._column, states.to(full.dtype))  # autocast may change the type after the prompt
+        return self.keys, self.values
+
+
+def has_whole_layers(cache: Any) -> bool:
+    """True if each layer of a cache keeps keys and values of all tokens, and nothing else: `Cache.layers`."""
+    return type(cache) is DynamicCache and all(type(layer) in (DynamicLayer, PreallocatedLayer)
+                                               for layer in cache.layers)
+
+
+def can_compile_steps(model: nn.Module) -> bool:
+    """True if transformers runs the model in compiled steps without a break: `_can_compile_fullgraph`."""
+    return model._can_compile_fullgraph
 
 
 def decoding_experts(model: nn.Module) -> AbstractContextManager:

@@ -7,7 +7,7 @@ the backward pass, which gathers keys and values again: saved tensors only grow 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from lmmods.core.errors import UserError
+from lmmods.core.hf_config import ropes_by_length
 from lmmods.torch_engine.nn.attention import compute_dtype
 from lmmods.torch_engine.nn.dropout import TokenDropout, has_rates
 from lmmods.torch_engine.nn.loss import IGNORED, LossSums, shift_labels, shift_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 NAME = "context_parallel"  # name of the attention function
 # Architectures that mix tokens only in attention, by transformers' registered functions.
@@ -45,16 +43,10 @@ def check_network(model: nn.Module, num_processes: int) -> None:
         raise UserError(f"trainer.strategy: context_parallel_size {num_processes} cannot be combined with attention "
                         "dropout, whose masks need whole rows. Set its rate to 0 in model.config_overrides, or the "
                         "size to 1.")
-    if rope_types := _rope_types(config) & {"dynamic", "longrope"}:
+    if rope_types := ropes_by_length(config):
         raise UserError(f"trainer.strategy: context_parallel_size {num_processes} cannot be combined with rope type "
                         f"{', '.join(rope_types)}, whose angles depend on the row length. Set another type in "
                         "model.config_overrides, or set the size to 1.")
-
-
-def _rope_types(config: "PreTrainedConfig") -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
-    return {values["rope_type"] for values in (parameters, *by_layer) if "rope_type" in values}
 
 
 class ContextParallel:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,13 @@ from lmmods.core.errors import UserError
 from lmmods.core.generation_config import UNIT
 from lmmods.core.settings import check_beam_groups
 from lmmods.torch_engine.compat.transformers import decoding_experts, has_separable_rows, preallocate_cache
+from lmmods.torch_engine.nn.capturing import Capture, CapturedSteps, uncapturable_reason
 
-# Remove ended rows once they are this fraction of the batch: each time, the other rows' cache is copied.
-ENDED_FRACTION = 0.25
 # Logits processors that process rows separately. The repetition penalty stores a number per row.
 BY_ROW = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoRepeatNGramLogitsProcessor,
           RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
           TypicalLogitsWarper)
-reported: WeakSet[nn.Module] = WeakSet()  # models for which `_is_separable` has reported the reason
+reported: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # messages of `_say_once` by model
 BLOCK = 256  # number of tokens per block in `sample_tokens`
 UNUSED = -1  # Fills positions after the end of finished beams until the maximum length is known; not a token id.
 LOST = -1e9  # Score of a discarded beam; not -inf, so that sums with it stay finite.
@@ -82,8 +81,8 @@ class Record:
 
 
 def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-             synced: bool = False, uniforms: Tensor | None = None, record: Record | None = None, **kwargs: Any
-             ) -> Tensor:
+             synced: bool = False, uniforms: Tensor | None = None, record: Record | None = None,
+             capture: Capture | None = None, **kwargs: Any) -> Tensor:
     """Continue the prompts with the method that the options select.
 
     Args:
@@ -94,13 +93,15 @@ def generate(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, genera
         uniforms: [B, max_new_tokens] float32 in [0, 1), for sampling with `do_sample` without beams. Default: torch's
             generator, which beam sampling always uses.
         record: Filled by greedy search and by sampling with `uniforms`.
+        capture: Captures the steps of greedy search and of sampling with `uniforms`, if the model supports it.
         kwargs: Options that override those of `generation_config`; others are passed to the model's `generate`.
 
     Returns:
         [B * num_return_sequences, T + T_new] prompts and answers, padded after the end of an answer.
     """
     config = copy.deepcopy(generation_config)  # `update` and the settings below change it
-    kwargs = config.update(**kwargs) | _custom_method(config, model.generation_config, synced, uniforms, record)
+    kwargs = config.update(**kwargs)
+    kwargs |= _custom_method(config, model.generation_config, synced, uniforms, record, capture)
     # Hide these from transformers, which would download code. Not None, which the model's own defaults replace.
     config.penalty_alpha, config.num_beam_groups, config.diversity_penalty = 0.0, 1, 0.0
     config.return_dict_in_generate = False
@@ -129,7 +130,7 @@ def _reject(is_wrong: bool | None, message: str) -> None:
 
 
 def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced: bool, uniforms: Tensor | None,
-                   record: Record | None) -> dict[str, Any]:
+                   record: Record | None, capture: Capture | None) -> dict[str, Any]:
     """Check the options, and return the arguments of `generate` that select a method of this file, if any.
 
     Args:
@@ -161,28 +162,35 @@ def _custom_method(config: GenerationConfig, defaults: GenerationConfig, synced:
         ("do_sample", config.do_sample), ("num_beams", config.num_beams)))
     if (beams or 1) == 1 and (uniforms is not None or not do_sample):
         return {"custom_generate": single_search, "uniforms": uniforms if do_sample else None, "synced": synced,
-                **({} if record is None else {"record": record})}
+                **({} if record is None else {"record": record}), **({} if capture is None else {"capture": capture})}
     return {}
 
 
 def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsProcessorList,
                   stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig,
                   uniforms: Tensor | None = None, synced: bool = False, record: Record | None = None,
-                  **model_kwargs: Any) -> Tensor:
+                  capture: Capture | None = None, **model_kwargs: Any) -> Tensor:
     """Search greedily, or sample by uniform numbers; see `generate`. Returns [B, T + T_new].
 
     Rows with the same prompt compute it once, and ended rows are removed from the batch; answers only change by
     rounding. Reports if the model does not support this.
     """
     size, prompt_length = input_ids.shape
-    is_separable = size > 1 and not synced and _is_separable(model, size, logits_processor, model_kwargs)
+    problem = "processes wait for each other" if synced else _shared_rows_reason(
+        model, size, logits_processor, model_kwargs)
+    is_separable = size > 1 and problem is None
+    if size > 1 and problem and not synced:
+        _say_once(model, "Generation is slower: finished sequences stay in the batch, and every answer recomputes its "
+                         f"prompt ({problem}).")
     rows = torch.arange(size, device=input_ids.device)  # indices of the rows that are still in `input_ids`
     is_finished, removed = torch.zeros_like(rows, dtype=torch.bool), []
     prefill = _forward_distinct if is_separable else _forward
     outputs, model_kwargs = prefill(model, input_ids, model_kwargs, prompt=True)
+    logits, steps = outputs.logits[:, -1], _choose_steps(model, model_kwargs, capture, problem)  # [B, V]
+    del outputs  # may have the logits of all prompts' tokens
     with decoding_experts(model):
         while True:
-            logits = logits_processor(input_ids, outputs.logits[:, -1].float())  # [B, V]
+            logits = logits_processor(input_ids, logits.float())
             step = input_ids.shape[1] - prompt_length
             # A process that waits for others may run out of numbers; its further tokens are masked.
             token = logits.argmax(-1) if uniforms is None else sample_tokens(
@@ -194,37 +202,72 @@ def single_search(model: nn.Module, input_ids: Tensor, logits_processor: LogitsP
             is_finished |= stopping_criteria(input_ids, None)
             if not _must_continue(bool(is_finished.all()), synced, input_ids.device):
                 break
-            if is_separable and is_finished.sum() >= ENDED_FRACTION * len(rows):
+            if is_separable and is_finished.sum() >= steps.ended_fraction * len(rows):
                 removed.append((rows[is_finished], input_ids[is_finished]))
                 unfinished = (~is_finished).nonzero().squeeze(1)
                 rows, input_ids, is_finished = rows[unfinished], input_ids[unfinished], is_finished[unfinished]
-                model_kwargs = _select_rows(model_kwargs, unfinished)
+                steps.select(unfinished)
                 logits_processor = _select_processor_rows(logits_processor, unfinished)
-            outputs, model_kwargs = _forward(model, input_ids, model_kwargs)
+            logits = steps(input_ids)
     result = input_ids.new_full((size, input_ids.shape[1]), _pad_token(generation_config))
     for row_indices, tokens in (*removed, (rows, input_ids)):
         result[row_indices, :tokens.shape[1]] = tokens
     return result
 
 
-def _is_separable(model: nn.Module, size: int, processors: LogitsProcessorList, kwargs: dict[str, Any]) -> bool:
-    """True if rows can be shared and removed from the batch; report the reason once per model if not."""
+class _Steps:
+    """Decoding steps whose shapes grow with the tokens; as `CapturedSteps`."""
+
+    # Remove ended rows once they are this fraction of the batch: each time, the other rows' cache is copied.
+    ended_fraction = 0.25
+
+    def __init__(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        self._model, self._kwargs = model, kwargs
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        outputs, self._kwargs = _forward(self._model, input_ids, self._kwargs)
+        return outputs.logits[:, -1]
+
+    def select(self, rows: Tensor) -> None:
+        self._kwargs = _select_rows(self._kwargs, rows)
+
+
+def _choose_steps(model: nn.Module, kwargs: dict[str, Any], capture: Capture | None, problem: str | None
+                  ) -> _Steps | CapturedSteps:
+    """Return the steps after the prompts, captured if that is wanted and possible; report why it is not possible.
+
+    Args:
+        problem: Reason why rows cannot be removed from the batch, if any.
+    """
+    if capture is None:
+        return _Steps(model, kwargs)
+    cache = next((name for name in CARRIED if kwargs.get(name) is not None), "")
+    if problem := problem or uncapturable_reason(model, kwargs, cache):
+        _say_once(model, f"Generation without CUDA graphs, in spite of model.cuda_graphs: {problem}.")
+        return _Steps(model, kwargs)
+    return CapturedSteps(model, kwargs, cache, capture)
+
+
+def _shared_rows_reason(model: nn.Module, size: int, processors: LogitsProcessorList, kwargs: dict[str, Any]
+                        ) -> str | None:
+    """Return why rows cannot be shared and removed from the batch; None if they can."""
     carried = [kwargs[name] for name in CARRIED if kwargs.get(name) is not None]
     if not all(map(has_separable_rows, carried)) or kwargs["use_cache"] and not carried:
-        reason = "this model's state has an unknown form"
-    elif unknown := [type(processor).__name__ for processor in processors if type(processor) not in BY_ROW]:
-        reason = f"{', '.join(unknown)} may need all rows"
-    elif kwargs.get(ENCODED) or any(
+        return "this model's state has an unknown form"
+    if unknown := [type(processor).__name__ for processor in processors if type(processor) not in BY_ROW]:
+        return f"{', '.join(unknown)} may need all rows"
+    if kwargs.get(ENCODED) or any(
             torch.is_tensor(value) and (name not in COLUMNS or value.shape[0] != size or value.ndim != 2)
             for name, value in kwargs.items()):
-        reason = "this model has inputs that do not belong to rows"
-    else:
-        return True
-    if model not in reported:
-        reported.add(model)
-        say("Generation is slower: finished sequences stay in the batch, and every answer recomputes its prompt "
-            f"({reason}).")
-    return False
+        return "this model has inputs that do not belong to rows"
+    return None
+
+
+def _say_once(model: nn.Module, message: str) -> None:
+    messages = reported.setdefault(model, set())
+    if message not in messages:
+        messages.add(message)
+        say(message)
 
 
 def _forward_distinct(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], prompt: bool

@@ -127,6 +127,7 @@ class CausalModule(CausalFields, TaskModule):
 
         The A answers to a prompt are neighbours. Sampling depends on the seed, the row and the answer's index.
         """
+        from lmmods.torch_engine.nn.capturing import choose_capture
         from lmmods.torch_engine.nn.decoding import generate
 
         seed_step(base_seed(), batch_idx)  # for beam sampling, which uses torch's generator
@@ -140,7 +141,8 @@ class CausalModule(CausalFields, TaskModule):
                                      self.num_answers)
         ids, mask = (batch[name].repeat_interleave(self.num_answers, 0) for name in ("input_ids", "attention_mask"))
         further_inputs = getattr(self.model, "further_inputs", lambda _: {})
-        tokens = self(partial(generate, **further_inputs(batch)), self.model, ids, mask, config,
+        capture = choose_capture(self.cuda_graphs, self.device)
+        tokens = self(partial(generate, capture=capture, **further_inputs(batch)), self.model, ids, mask, config,
                       self.device_mesh is not None, torch.from_numpy(uniforms).to(self.device))
         return tokens[:, prompt_length:]
 

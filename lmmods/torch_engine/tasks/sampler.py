@@ -44,6 +44,7 @@ class TorchSampler:
 
     def _sample(self, rows: list[Sequence[int]], uniforms: np.ndarray | None, config: "GenerationConfig",
                 ends: Sequence[int]) -> list[SampledAnswer]:
+        from lmmods.torch_engine.nn.capturing import choose_capture
         from lmmods.torch_engine.nn.decoding import Record, generate
 
         task, max_new_tokens = self._task, config.max_new_tokens
@@ -58,7 +59,8 @@ class TorchSampler:
         record = Record(len(rows), max_new_tokens, task.device)
         with task.inference():
             tokens = task(generate, task.model, ids.to(task.device), mask.to(task.device), config,
-                          task.device_mesh is not None, device_uniforms, record)[:, width:]
+                          task.device_mesh is not None, device_uniforms, record,
+                          choose_capture(task.cuda_graphs, task.device))[:, width:]
         tokens, logps, entropies = tokens.cpu().numpy(), record.logps.cpu().numpy(), record.entropies.cpu().numpy()
         answers = []
         for index, row in enumerate(tokens[:, :max_new_tokens]):
