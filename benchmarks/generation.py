@@ -63,12 +63,12 @@ MODELS = {
 
 
 def write_model(model: Model, folder: Path) -> None:
-    """Write the model, in bfloat16 if it will be quantised."""
+    """Write the model in the type of `torch_precision`."""
     fields = dict(model.fields)
     config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields, max_position_embeddings=2048,
                                                                    eos_token_id=None)
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if model.quantize else torch.float32
+    dtype = torch.bfloat16 if model.torch_precision == "bf16-true" else torch.float32
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
@@ -91,13 +91,14 @@ def load_transformers(model: Model, folder: Path, num_tokens: int) -> Answers:
     return generate_answers
 
 
-def load_ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answers:
-    """Return a function that generates with our engine; on JAX, products are in float32."""
+def load_ours(model: Model, folder: Path, num_tokens: int, engine: str, device: str = "cpu", graphs: bool = False
+              ) -> Answers:
+    """Return a function that generates with our engine; on JAX on a CPU, products are in float32."""
     fields = CausalFields(pretrained=str(folder))
     fields.quantize = model.quantize
     data = SimpleNamespace(network_fields={},
                            tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=_make_tokenizer(model)))
-    precision = model.torch_precision if engine == "torch" else "32-true"
+    precision = "32-true" if engine == "jax" and device == "cpu" else model.torch_precision
     settings = {is_sampled: Generation(max_new_tokens=num_tokens, do_sample=is_sampled, top_k=0 if is_sampled else 50)
                 for is_sampled in (True, False)}
     if engine == "jax":
@@ -114,21 +115,24 @@ def load_ours(model: Model, folder: Path, num_tokens: int, engine: str) -> Answe
                             settings[is_sampled], [], PAD)
         return generate_answers
     from lmmods.torch_engine.nn.building import build_network
+    from lmmods.torch_engine.nn.capturing import choose_capture
     from lmmods.torch_engine.nn.cpu_kernels import fast_products
     from lmmods.torch_engine.nn.decoding import generate
     from lmmods.torch_engine.tasks.causal_task import generation_config
 
     network = build_network(fields, "AutoModelForCausalLM", "CAUSAL_LM", data, precision=precision,
-                            device=torch.device("cpu"), seed=0, frozen=True).eval()
+                            device=torch.device(device), seed=0, frozen=True).eval()
+    torch.nn.Module.to(network, torch.device(device))  # transformers' own `to` rejects quantised models
+    capture = choose_capture(graphs, torch.device(device))
 
     @torch.no_grad()
     def generate_answers(prompts: torch.Tensor, is_sampled: bool) -> list[list[int]]:
-        ids = prompts.repeat_interleave(NUM_ANSWERS if is_sampled else 1, 0)
+        ids = prompts.to(device).repeat_interleave(NUM_ANSWERS if is_sampled else 1, 0)
+        uniforms = torch.from_numpy(sampling_uniforms(0, range(len(ids)), num_tokens)).to(device)
         tokenizer = SimpleNamespace(pad_token_id=PAD, bos_token_id=None)
         with fast_products(ids.device):  # as the trainer's commands run
             config = generation_config(settings[is_sampled], tokenizer, [])
-            output = generate(network, ids, torch.ones_like(ids), config,
-                              uniforms=torch.from_numpy(sampling_uniforms(0, range(len(ids)), num_tokens)))
+            output = generate(network, ids, torch.ones_like(ids), config, uniforms=uniforms, capture=capture)
         return output[:, prompts.shape[1]:].tolist()
     return generate_answers
 

@@ -16,6 +16,8 @@ Speeds are real tokens (no padding) per second, medians of rounds after compilat
 with the same weights and rows, and must compute the same loss before training (relative 3e-2). A side that cannot be
 installed, fails or times out is a row with its error. Peers are installed as by bench.py; an environment that exists in
 benchmarks/.environments, with a file `ready`, is used as it is. `rows` are four layers of the 1B shape.
+`sampling` is the time of 64 answers of 256 tokens with the 1B shape, 8 to each of 8 prompts of 64 tokens; the target on
+torch is 1.2 s.
 """
 
 import argparse
@@ -130,6 +132,7 @@ TRAININGS = {
         "TRL + Liger": replace(TRL, tuned={**TUNED_TRL, "gradient_accumulation_steps": 8}),
         "Unsloth": replace(UNSLOTH, tuned={**UNCHECKPOINTED, "gradient_accumulation_steps": 8}),
         "NeMo Automodel": Peer("nemo", "nemo_peer.py", "nemo")}, accumulate=8, warm_up=2, steps=2)}
+KINDS = [*TRAININGS, "rows", "sampling"]
 SIDES = list(dict.fromkeys(["torch", "jax", *(name for training in TRAININGS.values() for name in training.peers)]))
 
 
@@ -147,6 +150,7 @@ class Sizes:
     row_layers: int = 4  # of `rows`, as the next two
     steps: int = 24
     batch_size: int = 4
+    answer_tokens: int = 256
 
 
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -165,7 +169,7 @@ def shrink(training: Training) -> Training:
 
 
 SMOKE = Sizes("cpu", "bf16-true", {name: shrink(training) for name, training in TRAININGS.items()}, 128, 60, 60,
-              (5, 20), 1, 12, 2)
+              (5, 20), 1, 12, 2, 16)
 
 
 # What runs in a process of its own: (sizes, folder, engine or training) -> figures -----------------------------------
@@ -276,6 +280,26 @@ def compare_rows(sizes: Sizes, folder: Path, engine: str) -> Figures:
                 "batch_size": sizes.batch_size, **options}
         figures[variant] = run_fit(sizes, folder, engine, f"rows-{variant}", model, data)
     return figures
+
+
+def measure_sampling(sizes: Sizes, folder: Path, side: str) -> Figures:
+    """Measure the seconds in which an engine samples answers; `side` is torch, graphs or jax."""
+    import torch
+    from generation import Model, load_ours, write_model
+
+    shape = sizes.trainings["clm"].shape
+    model, folder = Model({"model_type": "llama", **shape, "tie_word_embeddings": True}, None, sizes.precision), (
+        folder / f"sampling-{side}")
+    write_model(model, folder)
+    answers = load_ours(model, folder, sizes.answer_tokens, "jax" if side == "jax" else "torch", sizes.device,
+                        side == "graphs")
+    prompts = torch.randint(5, 4000, (8, 64), generator=torch.Generator().manual_seed(1))
+    seconds = []
+    for _ in range(1 + ROUNDS):  # the first compiles
+        start = time.perf_counter()
+        num_tokens = sum(map(len, answers(prompts, True)))
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(seconds[1:]), "tokens": num_tokens}
 
 
 # Helpers ------------------------------------------------------------------------------------------------------------
@@ -532,12 +556,13 @@ def make_row_table(results: dict[str, Figures], sizes: Sizes) -> str:
 # Name of a part -> its function, its last argument, and the timeout in seconds.
 PARTS: dict[str, tuple[Callable[[Sizes, Path, str], Figures], str, int]] = {
     "ceiling": (measure_ceiling, "torch", 60), **{f"write-{name}": (write_training, name, 240) for name in TRAININGS},
-    "rows-torch": (compare_rows, "torch", 180), "rows-jax": (compare_rows, "jax", 240)}
+    "rows-torch": (compare_rows, "torch", 180), "rows-jax": (compare_rows, "jax", 240),
+    **{f"sampling-{side}": (measure_sampling, side, 180) for side in ("torch", "graphs", "jax")}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*TRAININGS, "rows"], default=[*TRAININGS, "rows"])
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--profile", action="store_true", help="profile the steps of our engines instead")
     parser.add_argument("--seconds", type=float, default=300,
@@ -576,6 +601,9 @@ def main() -> None:
         if "rows" in args.only and not args.profile:
             for engine in ("torch", "jax"):
                 run(f"rows-{engine}")
+        if "sampling" in args.only and not args.profile:
+            for side in ("torch", "graphs", "jax"):
+                run(f"sampling-{side}")
     if args.profile:
         print("", make_profile_table({", ".join(key): report for key, report in sides.items()}), sep="\n")
         return
@@ -584,6 +612,10 @@ def main() -> None:
           "TFLOP/s", "", make_table(sides, sizes, card), sep="\n")
     if "rows" in args.only:
         print("", make_row_table(results, sizes), sep="\n")
+    if "sampling" in args.only:
+        print("", f"64 answers of {sizes.answer_tokens} tokens:", *(
+            f"{name.removeprefix('sampling-')} {figures.get('error') or format(figures['seconds'], '.2f') + ' s'}"
+            for name, figures in results.items() if name.startswith("sampling-")), sep="\n")
 
 
 if __name__ == "__main__":
