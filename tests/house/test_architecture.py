@@ -116,7 +116,7 @@ def test_every_setting_is_read():
 @pytest.mark.parametrize(("engine", "unread"), [
     ("lmmods.torch_engine", set()),
     # Rejected by the table SUPPORTED in jax_engine/tasks/base.py, or documented as without effect.
-    ("jax_engine", {"max_memory", "quant_storage"})])
+    ("jax_engine", {"cuda_graphs", "max_memory", "quant_storage"})])
 def test_each_engine_reads_the_fields_of_its_tasks(engine, unread):
     other = ({"lmmods.torch_engine", "jax_engine"} - {engine}).pop()
     dead = find_dead_settings({module: text for module, text in read_modules().items() if not is_within(module, other)})

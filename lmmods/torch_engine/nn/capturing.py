@@ -76,7 +76,8 @@ class CapturedSteps:
         self._tokens = torch.empty_like(self._positions)
         self._columns = torch.arange(size, device=self._visible.device)
         self._column = self._columns[self._length:self._length + 1].clone()  # where a step writes
-        self._cache.layers = [FixedLayer(layer, self._length, size, self._column) for layer in self._cache.layers]
+        for index, layer in enumerate(self._cache.layers):  # one by one, so that only one is in memory twice
+            self._cache.layers[index] = FixedLayer(layer, self._length, size, self._column)
 
     def _run(self) -> Tensor:
         mask = (self._visible & (self._columns <= self._column))[:, None, None]  # [B, 1, 1, size]
